@@ -1,0 +1,17 @@
+// The relay's lines in the server log (DESIGN 1.6): key=value, and a bounded number a second
+// whatever the failure rate.
+#pragma once
+
+#include "net/delivery.hpp"
+#include "pg/prelude.hpp"
+
+namespace outbox::pg {
+
+// Logs a failed or dead event, or counts it as suppressed when this second's lines are used up.
+// True when suppressed.
+bool log_failure(const net::Result& result);
+
+// Says how many lines were suppressed, once the second is over. Call now and then.
+void log_suppressed();
+
+} // namespace outbox::pg

@@ -1,0 +1,1122 @@
+// See store.hpp. The planner gets no choice (the worker switches the alternatives off), so that
+// statistics from an empty table cannot turn a claim into a scan; each statement is prepared once.
+#include <limits>
+
+#include "pg/store.hpp"
+
+#include "pg/horizon.hpp"
+
+namespace outbox::pg {
+
+Offender offender = {};
+
+namespace {
+
+constexpr std::int64_t kUnixToPostgres =
+    INT64CONST(946'684'800'000'000); // 1970-01-01 to 2000-01-01 in microseconds
+
+// --- plumbing
+// -------------------------------------------------------------------------------------------------------
+
+enum Statement : int {
+    kDiscover,
+    kReady,
+    kDue,
+    kNextDue,
+    kFollowers,
+    kOrphans,
+    kProbeLocks,
+    kDelivered,
+    kDeliveredDelete,
+    kFailed,
+    kInspect,
+    kPark,
+    kPurge,
+    kStatements,
+};
+
+SPIPlanPtr plans[kStatements] = {};
+char statement_schema[NAMEDATALEN * 2 + 3] = ""; // quoted
+
+Oid saved_user = InvalidOid;
+int saved_context = 0;
+int saved_nest_level = 0;
+
+// Columns of a claim, in this order.
+#define ROW_COLUMNS                                                                                \
+    "e.ctid AS tid, e.xmin AS written_by, e.xmax AS locked_by, e.id, e.aggregate_type,"            \
+    " e.aggregate_id, e.event_type, e.payload, e.attempts, e.created_at, e.seq, e.headers,"        \
+    " e.retry_after"
+
+// The lowest waiting seq of the same aggregate below this row's. Ordered and limited, so that no
+// plan but the index probe is possible.
+#define EARLIER_WAITING                                                                            \
+    "(SELECT w.seq FROM %s.outbox_events w WHERE w.processed_at IS NULL"                           \
+    " AND w.retry_after < 'infinity' AND w.aggregate_type = e.aggregate_type"                      \
+    " AND w.aggregate_id = e.aggregate_id AND w.seq < e.seq"                                       \
+    " ORDER BY w.aggregate_type, w.aggregate_id, w.seq LIMIT 1)"
+
+// Each %s is the schema.
+const char* const kSql[kStatements] = {
+    // kDiscover: loose scans over the ready and the waiting index
+    "WITH RECURSIVE ready(t) AS ("
+    " (SELECT e.aggregate_type FROM %s.outbox_events e"
+    "   WHERE e.processed_at IS NULL AND e.retry_after IS NULL"
+    "   ORDER BY e.aggregate_type, e.seq LIMIT 1)"
+    " UNION ALL SELECT (SELECT e.aggregate_type FROM %s.outbox_events e"
+    "   WHERE e.processed_at IS NULL AND e.retry_after IS NULL AND e.aggregate_type > r.t"
+    "   ORDER BY e.aggregate_type, e.seq LIMIT 1) FROM ready r WHERE r.t IS NOT NULL),"
+    " waiting(t) AS ("
+    " (SELECT e.aggregate_type FROM %s.outbox_events e"
+    "   WHERE e.processed_at IS NULL AND e.retry_after < 'infinity'"
+    "   ORDER BY e.aggregate_type, e.aggregate_id, e.seq LIMIT 1)"
+    " UNION ALL SELECT (SELECT e.aggregate_type FROM %s.outbox_events e"
+    "   WHERE e.processed_at IS NULL AND e.retry_after < 'infinity' AND e.aggregate_type > w.t"
+    "   ORDER BY e.aggregate_type, e.aggregate_id, e.seq LIMIT 1)"
+    "  FROM waiting w WHERE w.t IS NOT NULL)"
+    " SELECT t FROM ready WHERE t IS NOT NULL UNION ALL SELECT t FROM waiting WHERE t IS NOT NULL",
+
+    // kReady: $1 lanes, $2 after, $3 upto, $4 limits
+    "SELECT l.i, e.*, " EARLIER_WAITING
+    " FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3),"
+    "  pg_catalog.unnest($4)) WITH ORDINALITY AS l(t, after, upto, n, i)"
+    " CROSS JOIN LATERAL (SELECT " ROW_COLUMNS " FROM %s.outbox_events e"
+    "  WHERE e.aggregate_type = l.t AND e.processed_at IS NULL AND e.retry_after IS NULL"
+    "  AND e.seq > l.after AND e.seq <= l.upto ORDER BY e.aggregate_type, e.seq LIMIT l.n) e",
+
+    // kDue: $1 lanes, $2 limits, $3 now
+    "SELECT l.i, e.*, " EARLIER_WAITING
+    " FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2)) WITH ORDINALITY AS l(t, n, i)"
+    " CROSS JOIN LATERAL (SELECT " ROW_COLUMNS " FROM %s.outbox_events e"
+    "  WHERE e.aggregate_type = l.t AND e.processed_at IS NULL AND e.retry_after > '-infinity'"
+    "  AND e.retry_after < 'infinity' AND e.retry_after <= $3"
+    "  ORDER BY e.aggregate_type, e.retry_after, e.seq LIMIT l.n) e",
+
+    // kNextDue: $1 lanes, $2 now
+    "SELECT l.i, (SELECT e.retry_after FROM %s.outbox_events e"
+    "  WHERE e.aggregate_type = l.t AND e.processed_at IS NULL AND e.retry_after > '-infinity'"
+    "  AND e.retry_after < 'infinity' AND e.retry_after > $2"
+    "  ORDER BY e.aggregate_type, e.retry_after, e.seq LIMIT 1)"
+    " FROM pg_catalog.unnest($1) WITH ORDINALITY AS l(t, i)",
+
+    // kFollowers: $1 lanes, $2 aggregates, $3 limit
+    "SELECT l.i, e.*, NULL::pg_catalog.int8"
+    " FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2)) WITH ORDINALITY AS l(t, a, i)"
+    " CROSS JOIN LATERAL (SELECT " ROW_COLUMNS " FROM %s.outbox_events e"
+    "  WHERE e.aggregate_type = l.t AND e.aggregate_id = l.a AND e.processed_at IS NULL"
+    "  AND e.retry_after < 'infinity'"
+    "  ORDER BY e.aggregate_type, e.aggregate_id, e.seq LIMIT $3) e",
+
+    // kOrphans: $1, $2 the aggregate to go on after, $3 limit
+    "WITH RECURSIVE walk(t, a, r) AS ("
+    " (SELECT e.aggregate_type, e.aggregate_id, e.retry_after FROM %s.outbox_events e"
+    "   WHERE e.processed_at IS NULL AND e.retry_after < 'infinity'"
+    "   AND (e.aggregate_type, e.aggregate_id) > ($1, $2)"
+    "   ORDER BY e.aggregate_type, e.aggregate_id, e.seq LIMIT 1)"
+    " UNION ALL SELECT n.* FROM walk w CROSS JOIN LATERAL"
+    " (SELECT e.aggregate_type, e.aggregate_id, e.retry_after FROM %s.outbox_events e"
+    "   WHERE e.processed_at IS NULL AND e.retry_after < 'infinity'"
+    "   AND (e.aggregate_type, e.aggregate_id) > (w.t, w.a)"
+    "   ORDER BY e.aggregate_type, e.aggregate_id, e.seq LIMIT 1) n)"
+    " SELECT t, a, r FROM walk LIMIT $3",
+
+    // kProbeLocks: $1 ctids
+    "SELECT e.ctid FROM pg_catalog.unnest($1) AS o(tid)"
+    " JOIN %s.outbox_events e ON e.ctid = o.tid FOR NO KEY UPDATE OF e SKIP LOCKED",
+
+    // kDelivered: $1 ctids, $2 ids, $3 replay marks
+    "UPDATE %s.outbox_events e SET processed_at = pg_catalog.now(), retry_after = NULL"
+    " FROM (SELECT r.ctid AS tid FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2),"
+    "  pg_catalog.unnest($3)) AS o(tid, id, replay)"
+    "  JOIN %s.outbox_events r ON r.ctid = o.tid AND r.id = o.id AND r.processed_at IS NULL"
+    "  AND COALESCE(pg_catalog.jsonb_exists(r.headers, 'outbox-replay'), false) = o.replay"
+    "  FOR NO KEY UPDATE OF r SKIP LOCKED) k"
+    " WHERE e.ctid = k.tid RETURNING e.id",
+
+    // kDeliveredDelete: the same
+    "DELETE FROM %s.outbox_events e"
+    " USING (SELECT r.ctid AS tid FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2),"
+    "  pg_catalog.unnest($3)) AS o(tid, id, replay)"
+    "  JOIN %s.outbox_events r ON r.ctid = o.tid AND r.id = o.id AND r.processed_at IS NULL"
+    "  AND COALESCE(pg_catalog.jsonb_exists(r.headers, 'outbox-replay'), false) = o.replay"
+    "  FOR UPDATE OF r SKIP LOCKED) k"
+    " WHERE e.ctid = k.tid RETURNING e.id",
+
+    // kFailed: $1 ctids, $2 ids, $3 attempts and $4 retry_after as claimed, $5-$7 what to record
+    "UPDATE %s.outbox_events e SET attempts = k.attempts, retry_after = k.retry_after,"
+    " last_error = k.error"
+    " FROM (SELECT r.ctid AS tid, o.attempts, o.retry_after, o.error"
+    "  FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3),"
+    "   pg_catalog.unnest($4), pg_catalog.unnest($5), pg_catalog.unnest($6),"
+    "   pg_catalog.unnest($7)) AS o(tid, id, was_attempts, was_retry, attempts, retry_after, error)"
+    "  JOIN %s.outbox_events r ON r.ctid = o.tid AND r.id = o.id AND r.processed_at IS NULL"
+    "  AND r.attempts = o.was_attempts AND r.retry_after IS NOT DISTINCT FROM o.was_retry"
+    "  FOR NO KEY UPDATE OF r SKIP LOCKED) k"
+    " WHERE e.ctid = k.tid RETURNING e.id",
+
+    // kInspect: $1 ids
+    "SELECT e.id, e.ctid, e.processed_at IS NOT NULL, e.attempts, e.retry_after,"
+    " COALESCE(pg_catalog.jsonb_exists(e.headers, 'outbox-replay'), false)"
+    " FROM pg_catalog.unnest($1) AS o(id) JOIN %s.outbox_events e ON e.id = o.id",
+
+    // kPark: $1 ctids, $2 ids
+    "UPDATE %s.outbox_events e SET retry_after = '-infinity'"
+    " FROM (SELECT r.ctid AS tid FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2))"
+    "  AS o(tid, id)"
+    "  JOIN %s.outbox_events r ON r.ctid = o.tid AND r.id = o.id AND r.processed_at IS NULL"
+    "  AND (r.retry_after IS NULL OR (r.retry_after > '-infinity' AND r.retry_after < 'infinity'))"
+    "  FOR NO KEY UPDATE OF r SKIP LOCKED) k"
+    " WHERE e.ctid = k.tid",
+
+    // kPurge: $1 from, $2 to, $3 delivered before, $4 limit
+    "DELETE FROM %s.outbox_events e"
+    " USING (SELECT r.ctid AS tid FROM %s.outbox_events r"
+    "  WHERE r.ctid >= $1 AND r.ctid < $2 AND r.processed_at < $3 LIMIT $4"
+    "  FOR UPDATE OF r SKIP LOCKED) k"
+    " WHERE e.ctid = k.tid",
+};
+
+struct ArgumentTypes {
+    int count;
+    Oid types[7];
+};
+
+const ArgumentTypes kArguments[kStatements] = {
+    {0, {}},
+    {4, {TEXTARRAYOID, INT8ARRAYOID, INT8ARRAYOID, INT8ARRAYOID}},
+    {3, {TEXTARRAYOID, INT8ARRAYOID, TIMESTAMPTZOID}},
+    {2, {TEXTARRAYOID, TIMESTAMPTZOID}},
+    {3, {TEXTARRAYOID, TEXTARRAYOID, INT8OID}},
+    {3, {TEXTOID, TEXTOID, INT8OID}},
+    {1, {TIDARRAYOID}},
+    {3, {TIDARRAYOID, UUIDARRAYOID, BOOLARRAYOID}},
+    {3, {TIDARRAYOID, UUIDARRAYOID, BOOLARRAYOID}},
+    {7,
+     {TIDARRAYOID, UUIDARRAYOID, INT4ARRAYOID, TIMESTAMPTZARRAYOID, INT4ARRAYOID,
+      TIMESTAMPTZARRAYOID, TEXTARRAYOID}},
+    {1, {UUIDARRAYOID}},
+    {2, {TIDARRAYOID, UUIDARRAYOID}},
+    {4, {TIDOID, TIDOID, TIMESTAMPTZOID, INT8OID}},
+};
+
+// The statement with the schema in place of each %s.
+char* statement_text(const char* pattern) {
+    StringInfoData text;
+    initStringInfo(&text);
+    for (const char* at = pattern; *at != '\0'; ++at) {
+        if (at[0] == '%' && at[1] == 's') {
+            appendStringInfoString(&text, statement_schema);
+            ++at;
+        } else {
+            appendStringInfoChar(&text, *at);
+        }
+    }
+    return text.data;
+}
+
+SPIPlanPtr plan_of(Statement statement) {
+    if (plans[statement] == nullptr) {
+        const ArgumentTypes& arguments = kArguments[statement];
+        SPIPlanPtr plan = SPI_prepare(statement_text(kSql[statement]), arguments.count,
+                                      const_cast<Oid*>(arguments.types));
+        if (plan == nullptr || SPI_keepplan(plan) != 0) {
+            elog(ERROR, "outbox: statement %d cannot be prepared: %s", statement,
+                 SPI_result_code_string(SPI_result));
+        }
+        plans[statement] = plan;
+    }
+    return plans[statement];
+}
+
+// Passes each row on as it comes; no table of results is built.
+typedef bool (*RowHandler)(void* context, TupleTableSlot* slot);
+
+struct RowReceiver {
+    DestReceiver base;
+    RowHandler handler;
+    void* context;
+};
+
+bool receive_row(TupleTableSlot* slot, DestReceiver* self) {
+    auto* receiver = reinterpret_cast<RowReceiver*>(self);
+    slot_getallattrs(slot);
+    return receiver->handler(receiver->context, slot);
+}
+
+void receive_start(DestReceiver* /*self*/, int /*operation*/, TupleDesc /*type*/) {}
+void receive_nothing(DestReceiver* /*self*/) {}
+
+// Runs a statement; `handler` gets each row and may end the reading by false. Returns the rows that
+// the statement processed.
+std::uint64_t run(Statement statement, const Datum* values, RowHandler handler, void* context) {
+    const ArgumentTypes& arguments = kArguments[statement];
+    SPIPlanPtr plan = plan_of(statement);
+    ParamListInfo params = makeParamList(arguments.count);
+    for (int i = 0; i < arguments.count; ++i) {
+        params->params[i].value = values[i];
+        params->params[i].isnull = false;
+        params->params[i].pflags = PARAM_FLAG_CONST;
+        params->params[i].ptype = arguments.types[i];
+    }
+    RowReceiver receiver = {};
+    receiver.base.receiveSlot = receive_row;
+    receiver.base.rStartup = receive_start;
+    receiver.base.rShutdown = receive_nothing;
+    receiver.base.rDestroy = receive_nothing;
+    receiver.base.mydest = DestNone;
+    receiver.handler = handler;
+    receiver.context = context;
+    SPIExecuteOptions options = {};
+    options.params = params;
+    options.dest = handler != nullptr ? &receiver.base : nullptr;
+    const int code = SPI_execute_plan_extended(plan, &options);
+    if (code < 0) {
+        elog(ERROR, "outbox: statement %d failed: %s", statement, SPI_result_code_string(code));
+    }
+    return SPI_processed;
+}
+
+// --- values
+// ---------------------------------------------------------------------------------------------------------
+
+Datum array_of(const Datum* values, std::size_t count, Oid type) {
+    int16 length = 0;
+    bool by_value = false;
+    char align = 0;
+    get_typlenbyvalalign(type, &length, &by_value, &align);
+    return PointerGetDatum(construct_array(const_cast<Datum*>(values), static_cast<int>(count),
+                                           type, length, by_value, align));
+}
+
+Datum array_with_nulls(const Datum* values, const bool* nulls, std::size_t count, Oid type) {
+    int16 length = 0;
+    bool by_value = false;
+    char align = 0;
+    get_typlenbyvalalign(type, &length, &by_value, &align);
+    int dimension = static_cast<int>(count);
+    int lower = 1;
+    return PointerGetDatum(construct_md_array(const_cast<Datum*>(values), const_cast<bool*>(nulls),
+                                              1, &dimension, &lower, type, length, by_value,
+                                              align));
+}
+
+Datum* datums(std::size_t count) {
+    return static_cast<Datum*>(palloc(sizeof(Datum) * Max(count, std::size_t{1})));
+}
+
+// UTF-8 to the database's encoding.
+Datum text_datum(const char* data, std::size_t size) {
+    char* local = pg_any_to_server(data, static_cast<int>(size), PG_UTF8);
+    return PointerGetDatum(local == data ? cstring_to_text_with_len(data, static_cast<int>(size))
+                                         : cstring_to_text(local));
+}
+
+// An error text, made of whatever a receiver answered, where the encoding may not know all of
+// Unicode.
+Datum error_datum(const char* data, std::size_t size) {
+    if (GetDatabaseEncoding() == PG_UTF8) {
+        return PointerGetDatum(cstring_to_text_with_len(data, static_cast<int>(size)));
+    }
+    char* ascii = pnstrdup(data, size);
+    for (char* c = ascii; *c != '\0'; ++c) {
+        *c = static_cast<unsigned char>(*c) < 0x80 ? *c : '?';
+    }
+    return PointerGetDatum(cstring_to_text(ascii));
+}
+
+Datum tid_datum(const core::RowVersion& row) {
+    auto* tid = static_cast<ItemPointer>(palloc(sizeof(ItemPointerData)));
+    ItemPointerSet(tid, row.block, row.offset);
+    return PointerGetDatum(tid);
+}
+
+Datum uuid_datum(const core::Uuid& id) {
+    auto* value = static_cast<pg_uuid_t*>(palloc(sizeof(pg_uuid_t)));
+    std::memcpy(value->data, id.bytes.data(), UUID_LEN);
+    return PointerGetDatum(value);
+}
+
+// The database's encoding to UTF-8; in the current memory context.
+FlatText flat_text(Datum datum) {
+    const text* value = DatumGetTextPP(datum);
+    const int size = VARSIZE_ANY_EXHDR(value);
+    const char* data = VARDATA_ANY(value);
+    const char* utf8 = pg_server_to_any(data, size, PG_UTF8);
+    return {utf8, utf8 == data ? static_cast<std::size_t>(size) : std::strlen(utf8)};
+}
+
+FlatText copied(FlatText text) {
+    return {pnstrdup(text.data, text.size), text.size};
+}
+
+core::RowVersion row_version(Datum tid, Datum retry_after, bool retry_is_null) {
+    core::RowVersion row;
+    auto* pointer = reinterpret_cast<ItemPointer>(DatumGetPointer(tid));
+    row.block = ItemPointerGetBlockNumberNoCheck(pointer);
+    row.offset = ItemPointerGetOffsetNumberNoCheck(pointer);
+    row.has_retry_after = !retry_is_null;
+    row.retry_after = retry_is_null ? 0 : DatumGetTimestampTz(retry_after);
+    return row;
+}
+
+// RFC 3339 has four-digit years.
+bool has_rfc3339(TimestampTz at) {
+    constexpr std::int64_t kYear1 = INT64CONST(-63'082'281'600'000'000);     // 0001-01-01
+    constexpr std::int64_t kYear10000 = INT64CONST(252'455'616'000'000'000); // 10000-01-01
+    return at >= kYear1 && at < kYear10000;
+}
+
+// --- claims
+// ---------------------------------------------------------------------------------------------------------
+
+// Numbers of a claim's columns; l.i comes before, `earlier` after them.
+enum Column : int {
+    kLane,
+    kTid,
+    kWrittenBy,
+    kLockedBy,
+    kId,
+    kAggregateType,
+    kAggregateId,
+    kEventType,
+    kPayload,
+    kAttempts,
+    kCreatedAt,
+    kSeq,
+    kHeaders,
+    kRetryAfter,
+    kEarlier,
+};
+
+struct ReadLane {
+    std::size_t rows;
+    std::size_t limit;
+    std::int64_t last_seq;
+    bool stopped;  // a row had no room: read it again later
+    bool followed; // followers: a row was admitted
+};
+
+// A claimed row that somebody had locked, or has.
+struct Doubtful {
+    core::RowVersion row;
+    FlatText aggregate_type;
+    FlatText aggregate_id;
+    bool free;
+};
+
+struct Claim {
+    Bridge* bridge;
+    core::Source source;
+    ReadLane* lanes;
+    std::size_t lane_count;
+    std::size_t lanes_stopped;
+    MemoryContext row_memory;
+    MemoryContext claim_memory;
+    Doubtful* doubtful;
+    std::size_t doubtful_count;
+    std::size_t doubtful_room;
+    ClaimCounts* counts;
+};
+
+FlatRow read_head(TupleTableSlot* slot) {
+    const Datum* values = slot->tts_values;
+    const bool* nulls = slot->tts_isnull;
+    FlatRow row = {};
+    std::memcpy(row.id, DatumGetUUIDP(values[kId])->data, UUID_LEN);
+    row.aggregate_type = flat_text(values[kAggregateType]);
+    row.aggregate_id = flat_text(values[kAggregateId]);
+    row.event_type = flat_text(values[kEventType]);
+    row.seq = DatumGetInt64(values[kSeq]);
+    row.attempts = DatumGetInt32(values[kAttempts]);
+    row.row = row_version(values[kTid], values[kRetryAfter], nulls[kRetryAfter]);
+    const TimestampTz created_at = DatumGetTimestampTz(values[kCreatedAt]);
+    row.has_created_at = has_rfc3339(created_at);
+    row.created_at = row.has_created_at ? created_at + kUnixToPostgres : 0;
+    row.has_earlier = !nulls[kEarlier];
+    row.earlier = row.has_earlier ? DatumGetInt64(values[kEarlier]) : 0;
+    return row;
+}
+
+bool is_replay_mark(const JsonbValue& key) {
+    static const char mark[] = "outbox-replay";
+    return key.val.string.len == static_cast<int>(sizeof(mark) - 1) &&
+           std::memcmp(key.val.string.val, mark, sizeof(mark) - 1) == 0;
+}
+
+FlatText flat_json_string(const JsonbValue& value) {
+    const char* utf8 = pg_server_to_any(value.val.string.val, value.val.string.len, PG_UTF8);
+    return {utf8, utf8 == value.val.string.val ? static_cast<std::size_t>(value.val.string.len)
+                                               : std::strlen(utf8)};
+}
+
+// The headers column into the event under construction.
+void read_headers(Bridge* bridge, Datum datum) {
+    static const char* const kInvalid = "headers is not an object of strings";
+    Jsonb* headers = DatumGetJsonbP(datum);
+    if (!JB_ROOT_IS_OBJECT(headers)) {
+        (void)bridge->headers_invalid(kInvalid);
+        return;
+    }
+    JsonbIterator* iterator = JsonbIteratorInit(&headers->root);
+    JsonbValue key;
+    JsonbValue value;
+    JsonbIteratorToken token = WJB_DONE;
+    while ((token = JsonbIteratorNext(&iterator, &key, true)) != WJB_DONE) {
+        if (token != WJB_KEY) {
+            continue;
+        }
+        (void)JsonbIteratorNext(&iterator, &value, true);
+        if (value.type != jbvString) {
+            (void)bridge->headers_invalid(kInvalid);
+            return;
+        }
+        if (is_replay_mark(key)) {
+            bridge->mark_replay();
+        } else {
+            (void)bridge->add_header(flat_json_string(key), flat_json_string(value));
+        }
+    }
+}
+
+FlatText read_payload(Datum datum) {
+    Jsonb* payload = DatumGetJsonbP(datum);
+    char* local = JsonbToCString(nullptr, &payload->root, VARSIZE(payload));
+    char* utf8 = pg_server_to_any(local, static_cast<int>(std::strlen(local)), PG_UTF8);
+    return {utf8, std::strlen(utf8)};
+}
+
+void remember_doubtful(Claim* claim, const FlatRow& row) {
+    if (claim->doubtful_count == claim->doubtful_room) {
+        claim->doubtful_room = Max(claim->doubtful_room * 2, std::size_t{16});
+        const Size bytes = claim->doubtful_room * sizeof(Doubtful);
+        claim->doubtful = static_cast<Doubtful*>(
+            claim->doubtful == nullptr ? MemoryContextAlloc(claim->claim_memory, bytes)
+                                       : repalloc(claim->doubtful, bytes));
+    }
+    MemoryContext before = MemoryContextSwitchTo(claim->claim_memory);
+    claim->doubtful[claim->doubtful_count++] = {row.row, copied(row.aggregate_type),
+                                                copied(row.aggregate_id), false};
+    MemoryContextSwitchTo(before);
+}
+
+// Brings a row into memory. May raise where the payload is damaged or too large for text.
+void admit(Claim* claim, const FlatRow& row, TupleTableSlot* slot) {
+    Bridge* bridge = claim->bridge;
+    offender = {true, row, claim->source};
+    (void)bridge->begin(row);
+    if (!slot->tts_isnull[kHeaders]) {
+        read_headers(bridge, slot->tts_values[kHeaders]);
+    }
+    const FlatText payload = read_payload(slot->tts_values[kPayload]);
+    offender.known = false;
+    (void)bridge->admit(payload, claim->source);
+    must_be_durable(DatumGetTransactionId(slot->tts_values[kWrittenBy]));
+    if (TransactionIdIsValid(DatumGetTransactionId(slot->tts_values[kLockedBy]))) {
+        remember_doubtful(claim, row);
+    }
+    ++claim->counts->admitted;
+}
+
+void stop_lane(Claim* claim, ReadLane* lane) {
+    lane->stopped = true;
+    ++claim->lanes_stopped;
+}
+
+// One row of a claim: take it, pass it, or end its lane here.
+void take_row(Claim* claim, ReadLane* lane, TupleTableSlot* slot) {
+    const FlatRow row = read_head(slot);
+    switch (claim->bridge->examine(row, claim->source)) {
+    case core::Admission::queued:
+        if (!claim->bridge->byte_room(row.aggregate_type,
+                                      toast_raw_datum_size(slot->tts_values[kPayload]))) {
+            stop_lane(claim, lane);
+            return;
+        }
+        admit(claim, row, slot);
+        lane->followed = true;
+        break;
+    case core::Admission::full:
+        stop_lane(claim, lane);
+        return;
+    case core::Admission::park:
+        (void)claim->bridge->parked(row);
+        ++claim->counts->parked;
+        break;
+    case core::Admission::known:
+    case core::Admission::foreign:
+    case core::Admission::held:
+        break;
+    }
+    lane->last_seq = row.seq;
+    ++lane->rows;
+}
+
+bool on_claimed_row(void* context, TupleTableSlot* slot) {
+    auto* claim = static_cast<Claim*>(context);
+    ReadLane* lane = &claim->lanes[DatumGetInt64(slot->tts_values[kLane]) - 1];
+    if (!lane->stopped) {
+        MemoryContext before = MemoryContextSwitchTo(claim->row_memory);
+        take_row(claim, lane, slot);
+        MemoryContextSwitchTo(before);
+        MemoryContextReset(claim->row_memory);
+    }
+    return claim->lanes_stopped < claim->lane_count;
+}
+
+// A follower may go only while all before it are parked: one with a retry time is a head of its
+// own.
+bool on_follower(void* context, TupleTableSlot* slot) {
+    auto* claim = static_cast<Claim*>(context);
+    ReadLane* lane = &claim->lanes[DatumGetInt64(slot->tts_values[kLane]) - 1];
+    if (!lane->stopped &&
+        !TIMESTAMP_IS_NOBEGIN(DatumGetTimestampTz(slot->tts_values[kRetryAfter]))) {
+        stop_lane(claim, lane);
+    }
+    return on_claimed_row(context, slot);
+}
+
+Claim begin_claim(Bridge* bridge, core::Source source, std::size_t lanes, ClaimCounts* counts) {
+    Claim claim = {};
+    claim.bridge = bridge;
+    claim.source = source;
+    claim.lane_count = lanes;
+    claim.lanes = static_cast<ReadLane*>(palloc0(sizeof(ReadLane) * lanes));
+    claim.claim_memory = CurrentMemoryContext;
+    claim.row_memory =
+        AllocSetContextCreate(CurrentMemoryContext, "outbox row", ALLOCSET_DEFAULT_SIZES);
+    claim.counts = counts;
+    offender.known = false;
+    return claim;
+}
+
+bool on_free_row(void* context, TupleTableSlot* slot) {
+    auto* claim = static_cast<Claim*>(context);
+    const core::RowVersion row = row_version(slot->tts_values[0], 0, true);
+    for (std::size_t i = 0; i < claim->doubtful_count; ++i) {
+        Doubtful& doubtful = claim->doubtful[i];
+        doubtful.free =
+            doubtful.free || (doubtful.row.block == row.block && doubtful.row.offset == row.offset);
+    }
+    return true;
+}
+
+// Of the rows that somebody locked, those still locked are let go, with all of their aggregate.
+void hold_locked(Claim* claim) {
+    if (claim->doubtful_count == 0) {
+        return;
+    }
+    Datum* tids = datums(claim->doubtful_count);
+    for (std::size_t i = 0; i < claim->doubtful_count; ++i) {
+        tids[i] = tid_datum(claim->doubtful[i].row);
+    }
+    const Datum values[] = {array_of(tids, claim->doubtful_count, TIDOID)};
+    run(kProbeLocks, values, on_free_row, claim);
+    for (std::size_t i = 0; i < claim->doubtful_count; ++i) {
+        const Doubtful& doubtful = claim->doubtful[i];
+        if (!doubtful.free) {
+            (void)claim->bridge->hold(doubtful.aggregate_type, doubtful.aggregate_id);
+        }
+    }
+}
+
+Datum lane_names(const Bridge* bridge, std::size_t lanes) {
+    Datum* names = datums(lanes);
+    for (std::size_t i = 0; i < lanes; ++i) {
+        const LaneRead& read = bridge->read(i);
+        names[i] = text_datum(read.lane.data(), read.lane.size());
+    }
+    return array_of(names, lanes, TEXTOID);
+}
+
+Datum limits(const Bridge* bridge, std::size_t lanes, ReadLane* into) {
+    Datum* values = datums(lanes);
+    for (std::size_t i = 0; i < lanes; ++i) {
+        into[i].limit = bridge->read(i).limit;
+        values[i] = Int64GetDatum(static_cast<std::int64_t>(into[i].limit));
+    }
+    return array_of(values, lanes, INT8OID);
+}
+
+} // namespace
+
+// --- table
+// ----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// The schema of the extension, or InvalidOid. pg_extension has no syscache in 15.
+Oid extension_schema() {
+    Relation relation = table_open(ExtensionRelationId, AccessShareLock);
+    ScanKeyData key;
+    ScanKeyInit(&key, Anum_pg_extension_extname, BTEqualStrategyNumber, F_NAMEEQ,
+                CStringGetDatum("outbox"));
+    SysScanDesc scan = systable_beginscan(relation, ExtensionNameIndexId, true, nullptr, 1, &key);
+    HeapTuple tuple = systable_getnext(scan);
+    const Oid schema = HeapTupleIsValid(tuple)
+                           ? reinterpret_cast<Form_pg_extension>(GETSTRUCT(tuple))->extnamespace
+                           : InvalidOid;
+    systable_endscan(scan);
+    table_close(relation, AccessShareLock);
+    return schema;
+}
+
+bool read_owner(Table* table) {
+    HeapTuple tuple = SearchSysCache1(RELOID, ObjectIdGetDatum(table->relation));
+    if (!HeapTupleIsValid(tuple)) {
+        return false;
+    }
+    const auto* row = reinterpret_cast<Form_pg_class>(GETSTRUCT(tuple));
+    char* schema = get_namespace_name(row->relnamespace);
+    table->owner = row->relowner;
+    const bool same = schema != nullptr && std::strcmp(schema, table->schema) == 0;
+    ReleaseSysCache(tuple);
+    return same;
+}
+
+} // namespace
+
+Found find_table(Table* table) {
+    *table = {};
+    const Oid schema = extension_schema();
+    if (!OidIsValid(schema)) {
+        return Found::no_extension;
+    }
+    char* name = get_namespace_name(schema);
+    table->relation = get_relname_relid("outbox_events", schema);
+    if (name == nullptr || !OidIsValid(table->relation)) {
+        return Found::no_extension;
+    }
+    strlcpy(table->schema, name, NAMEDATALEN);
+    strlcpy(statement_schema, quote_identifier(name), sizeof(statement_schema));
+    return Found::yes;
+}
+
+Begun begin_statements(Table* table) {
+    if (!ConditionalLockRelationOid(table->relation, RowExclusiveLock)) {
+        return Begun::locked;
+    }
+    if (!read_owner(table)) {
+        UnlockRelationOid(table->relation, RowExclusiveLock);
+        return Begun::gone;
+    }
+    PushActiveSnapshot(GetTransactionSnapshot());
+    GetUserIdAndSecContext(&saved_user, &saved_context);
+    SetUserIdAndSecContext(table->owner, saved_context | SECURITY_RESTRICTED_OPERATION);
+    saved_nest_level = NewGUCNestLevel();
+    if (SPI_connect() != SPI_OK_CONNECT) {
+        elog(ERROR, "outbox: SPI_connect failed");
+    }
+    return Begun::yes;
+}
+
+void end_statements() {
+    SPI_finish();
+    AtEOXact_GUC(false, saved_nest_level);
+    SetUserIdAndSecContext(saved_user, saved_context);
+    PopActiveSnapshot();
+}
+
+void forget_statements() {
+    for (SPIPlanPtr& plan : plans) {
+        if (plan != nullptr) {
+            SPI_freeplan(plan);
+            plan = nullptr;
+        }
+    }
+}
+
+// --- reading
+// --------------------------------------------------------------------------------------------------------
+
+namespace {
+
+bool on_lane(void* context, TupleTableSlot* slot) {
+    (void)static_cast<Bridge*>(context)->discovered(flat_text(slot->tts_values[0]));
+    return true;
+}
+
+} // namespace
+
+void save_offender() {
+    if (offender.known) {
+        offender.row.aggregate_type = copied(offender.row.aggregate_type);
+        offender.row.aggregate_id = copied(offender.row.aggregate_id);
+        offender.row.event_type = copied(offender.row.event_type);
+    }
+}
+
+void admit_offender(Bridge* bridge, const char* why) {
+    offender.known = false;
+    (void)bridge->begin(offender.row);
+    (void)bridge->unreadable(why);
+    (void)bridge->admit({"", 0}, offender.source);
+}
+
+void discover_lanes(Bridge* bridge) {
+    run(kDiscover, nullptr, on_lane, bridge);
+}
+
+void claim_ready(Bridge* bridge, std::size_t factor, ClaimCounts* counts) {
+    const std::size_t lanes = bridge->plan_ready(factor);
+    if (lanes == 0) {
+        return;
+    }
+    Claim claim = begin_claim(bridge, core::Source::ready, lanes, counts);
+    Datum* after = datums(lanes);
+    Datum* upto = datums(lanes);
+    for (std::size_t i = 0; i < lanes; ++i) {
+        after[i] = Int64GetDatum(bridge->read(i).range.after);
+        upto[i] = Int64GetDatum(bridge->read(i).range.upto);
+    }
+    const Datum values[] = {lane_names(bridge, lanes), array_of(after, lanes, INT8OID),
+                            array_of(upto, lanes, INT8OID), limits(bridge, lanes, claim.lanes)};
+    run(kReady, values, on_claimed_row, &claim);
+    hold_locked(&claim);
+    for (std::size_t i = 0; i < lanes; ++i) {
+        const ReadLane& lane = claim.lanes[i];
+        if (!lane.stopped && lane.rows < lane.limit) {
+            bridge->ready_read_whole(i, lane.rows > 0, lane.last_seq);
+        } else if (lane.rows > 0) {
+            bridge->ready_read_to(i, lane.last_seq);
+        }
+    }
+    bridge->claim_ended();
+}
+
+namespace {
+
+struct NextDue {
+    Bridge* bridge;
+    const ReadLane* lanes;
+    TimestampTz now;
+};
+
+bool on_next_due(void* context, TupleTableSlot* slot) {
+    auto* next = static_cast<NextDue*>(context);
+    const auto index = static_cast<std::size_t>(DatumGetInt64(slot->tts_values[0]) - 1);
+    const ReadLane& lane = next->lanes[index];
+    if (lane.stopped || lane.rows >= lane.limit) {
+        // More are due: look again soon, when there is room.
+        next->bridge->due_read(index, true, next->now + 20 * core::kMillisecond);
+    } else {
+        const bool none = slot->tts_isnull[1];
+        next->bridge->due_read(index, !none, none ? 0 : DatumGetTimestampTz(slot->tts_values[1]));
+    }
+    return true;
+}
+
+} // namespace
+
+void claim_due(Bridge* bridge, std::size_t factor, ClaimCounts* counts) {
+    const TimestampTz now = GetCurrentTimestamp();
+    const std::size_t lanes = bridge->plan_due(now, factor);
+    if (lanes == 0) {
+        return;
+    }
+    Claim claim = begin_claim(bridge, core::Source::due, lanes, counts);
+    const Datum names = lane_names(bridge, lanes);
+    const Datum values[] = {names, limits(bridge, lanes, claim.lanes), TimestampTzGetDatum(now)};
+    run(kDue, values, on_claimed_row, &claim);
+    hold_locked(&claim);
+    NextDue next = {bridge, claim.lanes, now};
+    const Datum next_values[] = {names, TimestampTzGetDatum(now)};
+    run(kNextDue, next_values, on_next_due, &next);
+}
+
+void claim_followers(Bridge* bridge, ClaimCounts* counts) {
+    constexpr std::size_t kAggregates = 200;
+    constexpr std::size_t kLimit = core::kMaxFollowers + 1;
+    const std::size_t aggregates = bridge->take_followers_wanted(kAggregates);
+    if (aggregates == 0) {
+        return;
+    }
+    Claim claim = begin_claim(bridge, core::Source::parked, aggregates, counts);
+    Datum* types = datums(aggregates);
+    Datum* ids = datums(aggregates);
+    for (std::size_t i = 0; i < aggregates; ++i) {
+        const auto& name = bridge->follower(i);
+        types[i] = text_datum(name.aggregate_type.data(), name.aggregate_type.size());
+        ids[i] = text_datum(name.aggregate_id.data(), name.aggregate_id.size());
+    }
+    const Datum values[] = {array_of(types, aggregates, TEXTOID),
+                            array_of(ids, aggregates, TEXTOID),
+                            Int64GetDatum(static_cast<std::int64_t>(kLimit))};
+    run(kFollowers, values, on_follower, &claim);
+    hold_locked(&claim);
+    for (std::size_t i = 0; i < aggregates; ++i) {
+        const ReadLane& lane = claim.lanes[i];
+        if (!lane.stopped && lane.rows < kLimit) {
+            bridge->followers_read_all(i);
+        } else {
+            bridge->followers_read_some(i);
+        }
+    }
+    bridge->followers_done();
+}
+
+namespace {
+
+struct OrphanStep {
+    Bridge* bridge;
+    OrphanWalk* walk;
+    std::size_t rows;
+};
+
+char* malloced(FlatText text) {
+    auto* copy = static_cast<char*>(malloc(text.size + 1));
+    if (copy == nullptr) {
+        ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
+    }
+    std::memcpy(copy, text.data, text.size);
+    copy[text.size] = '\0';
+    return copy;
+}
+
+bool on_waiting_aggregate(void* context, TupleTableSlot* slot) {
+    auto* step = static_cast<OrphanStep*>(context);
+    const FlatText type = flat_text(slot->tts_values[0]);
+    const FlatText id = flat_text(slot->tts_values[1]);
+    if (TIMESTAMP_IS_NOBEGIN(DatumGetTimestampTz(slot->tts_values[2]))) {
+        (void)step->bridge->orphaned(type, id);
+    }
+    free(step->walk->type);
+    free(step->walk->id);
+    step->walk->type = nullptr;
+    step->walk->id = nullptr;
+    step->walk->type = malloced(type);
+    step->walk->id = malloced(id);
+    ++step->rows;
+    return true;
+}
+
+} // namespace
+
+void walk_orphans(Bridge* bridge, OrphanWalk* walk) {
+    constexpr std::size_t kAggregates = 200;
+    OrphanStep step = {bridge, walk, 0};
+    const char* type = walk->type == nullptr ? "" : walk->type;
+    const char* id = walk->id == nullptr ? "" : walk->id;
+    const Datum values[] = {text_datum(type, std::strlen(type)), text_datum(id, std::strlen(id)),
+                            Int64GetDatum(static_cast<std::int64_t>(kAggregates))};
+    run(kOrphans, values, on_waiting_aggregate, &step);
+    walk->running = step.rows == kAggregates;
+    if (!walk->running) {
+        free(walk->type);
+        free(walk->id);
+        walk->type = nullptr;
+        walk->id = nullptr;
+    }
+}
+
+// --- recording
+// ------------------------------------------------------------------------------------------------------
+
+namespace {
+
+struct Recording {
+    Bridge* bridge;
+    std::size_t first;
+    std::size_t count;
+    Recorded* outcomes;
+};
+
+// The result with that id that has no outcome yet; batches are small and mostly in order.
+bool find_result(const Recording& recording, const pg_uuid_t* id, std::size_t* index) {
+    for (std::size_t i = 0; i < recording.count; ++i) {
+        const net::Result& result = recording.bridge->result(recording.first + i);
+        if (recording.outcomes[i] == Recorded::no &&
+            std::memcmp(result.id.bytes.data(), id->data, UUID_LEN) == 0) {
+            *index = i;
+            return true;
+        }
+    }
+    return false;
+}
+
+bool on_recorded(void* context, TupleTableSlot* slot) {
+    auto* recording = static_cast<Recording*>(context);
+    std::size_t index = 0;
+    if (find_result(*recording, DatumGetUUIDP(slot->tts_values[0]), &index)) {
+        const net::Result& result = recording->bridge->result(recording->first + index);
+        recording->outcomes[index] =
+            result.kind == net::ResultKind::retry ? Recorded::waiting : Recorded::closed;
+    }
+    return true;
+}
+
+void record_delivered(const Recording& recording, Statement statement) {
+    Datum* tids = datums(recording.count);
+    Datum* ids = datums(recording.count);
+    Datum* replays = datums(recording.count);
+    std::size_t n = 0;
+    for (std::size_t i = 0; i < recording.count; ++i) {
+        const net::Result& result = recording.bridge->result(recording.first + i);
+        if (result.kind == net::ResultKind::delivered) {
+            tids[n] = tid_datum(result.row);
+            ids[n] = uuid_datum(result.id);
+            replays[n++] = BoolGetDatum(result.replay);
+        }
+    }
+    if (n == 0) {
+        return;
+    }
+    const Datum values[] = {array_of(tids, n, TIDOID), array_of(ids, n, UUIDOID),
+                            array_of(replays, n, BOOLOID)};
+    run(statement, values, on_recorded, const_cast<Recording*>(&recording));
+}
+
+TimestampTz retry_at(const net::Result& result, TimestampTz now) {
+    return result.kind == net::ResultKind::dead ? DT_NOEND : now + result.delay;
+}
+
+void record_failed(const Recording& recording) {
+    const TimestampTz now = GetCurrentTimestamp();
+    Datum* columns[7];
+    for (Datum*& column : columns) {
+        column = datums(recording.count);
+    }
+    bool* was_null = static_cast<bool*>(palloc(recording.count + 1));
+    std::size_t n = 0;
+    for (std::size_t i = 0; i < recording.count; ++i) {
+        const net::Result& result = recording.bridge->result(recording.first + i);
+        if (result.kind == net::ResultKind::delivered) {
+            continue;
+        }
+        columns[0][n] = tid_datum(result.row);
+        columns[1][n] = uuid_datum(result.id);
+        columns[2][n] = Int32GetDatum(result.attempts_before);
+        columns[3][n] = TimestampTzGetDatum(result.row.retry_after);
+        was_null[n] = !result.row.has_retry_after;
+        columns[4][n] = Int32GetDatum(result.attempts);
+        columns[5][n] = TimestampTzGetDatum(retry_at(result, now));
+        columns[6][n++] = error_datum(result.error.data(), result.error.size());
+    }
+    if (n == 0) {
+        return;
+    }
+    const Datum values[] = {
+        array_of(columns[0], n, TIDOID),  array_of(columns[1], n, UUIDOID),
+        array_of(columns[2], n, INT4OID), array_with_nulls(columns[3], was_null, n, TIMESTAMPTZOID),
+        array_of(columns[4], n, INT4OID), array_of(columns[5], n, TIMESTAMPTZOID),
+        array_of(columns[6], n, TEXTOID)};
+    run(kFailed, values, on_recorded, const_cast<Recording*>(&recording));
+    // A retry has to be looked for when it is due.
+    for (std::size_t i = 0; i < recording.count; ++i) {
+        const net::Result& result = recording.bridge->result(recording.first + i);
+        if (result.kind == net::ResultKind::retry) {
+            (void)recording.bridge->waits_until(
+                {result.aggregate_type.data(), result.aggregate_type.size()},
+                retry_at(result, now));
+        }
+    }
+}
+
+// What happened to a row whose result could not be recorded where it was claimed.
+Recorded judge_unrecorded(net::Result& result, TupleTableSlot* slot) {
+    const Datum* values = slot->tts_values;
+    if (DatumGetBool(values[2])) {
+        return Recorded::closed;
+    }
+    const core::RowVersion now = row_version(values[1], values[4], slot->tts_isnull[4]);
+    const bool as_claimed = result.kind == net::ResultKind::delivered
+                                ? DatumGetBool(values[5]) == result.replay
+                                : DatumGetInt32(values[3]) == result.attempts_before &&
+                                      now.has_retry_after == result.row.has_retry_after &&
+                                      now.retry_after == result.row.retry_after;
+    if (!as_claimed) {
+        return Recorded::changed;
+    }
+    if (now.block == result.row.block && now.offset == result.row.offset) {
+        return Recorded::locked;
+    }
+    result.row.block = now.block;
+    result.row.offset = now.offset;
+    return Recorded::moved;
+}
+
+bool on_inspected(void* context, TupleTableSlot* slot) {
+    auto* recording = static_cast<Recording*>(context);
+    std::size_t index = 0;
+    if (find_result(*recording, DatumGetUUIDP(slot->tts_values[0]), &index)) {
+        recording->outcomes[index] =
+            judge_unrecorded(recording->bridge->result(recording->first + index), slot);
+    }
+    return true;
+}
+
+void inspect_unrecorded(const Recording& recording) {
+    Datum* ids = datums(recording.count);
+    std::size_t n = 0;
+    for (std::size_t i = 0; i < recording.count; ++i) {
+        if (recording.outcomes[i] == Recorded::no) {
+            ids[n++] = uuid_datum(recording.bridge->result(recording.first + i).id);
+        }
+    }
+    if (n == 0) {
+        return;
+    }
+    const Datum values[] = {array_of(ids, n, UUIDOID)};
+    run(kInspect, values, on_inspected, const_cast<Recording*>(&recording));
+    for (std::size_t i = 0; i < recording.count; ++i) {
+        if (recording.outcomes[i] == Recorded::no) {
+            recording.outcomes[i] = Recorded::closed; // the row is gone
+        }
+    }
+}
+
+} // namespace
+
+void record_results(Bridge* bridge, std::size_t first, std::size_t count, bool delete_delivered,
+                    Recorded* outcomes) {
+    for (std::size_t i = 0; i < count; ++i) {
+        outcomes[i] = Recorded::no;
+    }
+    const Recording recording = {bridge, first, count, outcomes};
+    record_delivered(recording, delete_delivered ? kDeliveredDelete : kDelivered);
+    record_failed(recording);
+    inspect_unrecorded(recording);
+}
+
+void park_rows(Bridge* bridge, std::size_t first, std::size_t count) {
+    if (count == 0) {
+        return;
+    }
+    Datum* tids = datums(count);
+    Datum* ids = datums(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        tids[i] = tid_datum(bridge->parking(first + i).row);
+        ids[i] = uuid_datum(bridge->parking(first + i).id);
+    }
+    const Datum values[] = {array_of(tids, count, TIDOID), array_of(ids, count, UUIDOID)};
+    run(kPark, values, nullptr, nullptr);
+}
+
+// --- retention
+// ------------------------------------------------------------------------------------------------------
+
+std::uint64_t purge_step(const Table& table, BlockNumber* block, int age_s, int most) {
+    constexpr BlockNumber kStretch = 64;
+    Relation relation = relation_open(table.relation, NoLock);
+    const BlockNumber end = RelationGetNumberOfBlocks(relation);
+    relation_close(relation, NoLock);
+    if (*block >= end) {
+        *block = 0;
+        return 0;
+    }
+    const BlockNumber stop = Min(*block + kStretch, end);
+    core::RowVersion from;
+    core::RowVersion to;
+    from.block = *block;
+    to.block = stop;
+    const TimestampTz before =
+        GetCurrentTimestamp() - static_cast<std::int64_t>(age_s) * core::kSecond;
+    const Datum values[] = {tid_datum(from), tid_datum(to), TimestampTzGetDatum(before),
+                            Int64GetDatum(most)};
+    const std::uint64_t deleted = run(kPurge, values, nullptr, nullptr);
+    if (deleted < static_cast<std::uint64_t>(most)) {
+        *block = stop >= end ? 0 : stop;
+    }
+    return deleted;
+}
+
+} // namespace outbox::pg
