@@ -25,17 +25,18 @@ REGRESS_OPTS = --inputdir=test --load-extension=outbox
 
 EXTRA_CLEAN = build $(SOURCES:.cpp=.d)
 
+# Goals of our own; they need no PGXS and install what is missing. All others are PGXS's.
+OUR_GOALS = unit-binary check-unit check demo bench help
+
+ifeq ($(filter $(OUR_GOALS),$(MAKECMDGOALS)),)
+
 # No LLVM bitcode of C++: it would need the exact clang that built the server.
 override with_llvm = no
-ifeq ($(filter unit-binary check-unit check demo bench help,$(MAKECMDGOALS)),)
 PGXS := $(shell $(PG_CONFIG) --pgxs)
 include $(PGXS)
 -include $(SOURCES:.cpp=.d)
-endif
 
-# The goals below need no PGXS, and install what is missing themselves.
-
-# --- tests ---------------------------------------------------------------------------------------------------------
+else
 
 UNIT_SOURCES = $(wildcard src/core/*.cpp src/net/*.cpp test/unit/*.cpp)
 UNIT_OBJS = $(patsubst %.cpp,build/unit/%.o,$(UNIT_SOURCES))
@@ -50,7 +51,7 @@ build/unit_tests: $(UNIT_OBJS)
 
 -include $(UNIT_OBJS:.o=.d)
 
-.PHONY: unit-binary check-unit check demo bench help deps-build
+.PHONY: $(OUR_GOALS)
 
 unit-binary: build/unit_tests
 
@@ -84,3 +85,5 @@ help:
 	@echo 'make demo         shows it at work on a throwaway cluster'
 	@echo 'make check        runs all tests;  make check-unit  those that need no server'
 	@echo 'make bench        measures it'
+
+endif

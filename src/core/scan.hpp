@@ -53,6 +53,25 @@ class Scan {
     // Lanes with something wanted, and lanes with a retry due by `now`.
     [[nodiscard]] std::vector<std::string> lanes_wanted() const;
     [[nodiscard]] std::vector<std::string> lanes_due(Micros now) const;
+    // Whether any of them satisfies `suits`, a predicate of its name.
+    template <class Predicate>
+    [[nodiscard]] bool any_wanted(Predicate&& suits) const {
+        for (const auto& [name, lane] : lanes_) {
+            if ((lane.more || !lane.late.empty()) && suits(name)) {
+                return true;
+            }
+        }
+        return false;
+    }
+    template <class Predicate>
+    [[nodiscard]] bool any_due(Micros now, Predicate&& suits) const {
+        for (const auto& [name, lane] : lanes_) {
+            if (lane.due && *lane.due <= now && suits(name)) {
+                return true;
+            }
+        }
+        return false;
+    }
     // The due rows of the lane were all read; the next one falls due at `next`, if any.
     void due_read(std::string_view lane, std::optional<Micros> next);
     // The earliest retry of any lane.

@@ -152,23 +152,15 @@ void Bridge::due_read(std::size_t index, bool has_next, Micros next) noexcept {
 }
 
 bool Bridge::wants_ready() const noexcept {
-    bool wanted = false;
-    (void)run([&] {
-        for (const std::string& lane : delivery_->scan().lanes_wanted()) {
-            wanted = wanted || delivery_->dispatcher().row_room(lane) > 0;
-        }
-    });
-    return wanted;
+    const core::Dispatcher& dispatcher = delivery_->dispatcher();
+    return delivery_->scan().any_wanted(
+        [&](std::string_view lane) { return dispatcher.row_room(lane) > 0; });
 }
 
 bool Bridge::wants_due(Micros now) const noexcept {
-    bool wanted = false;
-    (void)run([&] {
-        for (const std::string& lane : delivery_->scan().lanes_due(now)) {
-            wanted = wanted || delivery_->dispatcher().row_room(lane) > 0;
-        }
-    });
-    return wanted;
+    const core::Dispatcher& dispatcher = delivery_->dispatcher();
+    return delivery_->scan().any_due(
+        now, [&](std::string_view lane) { return dispatcher.row_room(lane) > 0; });
 }
 
 bool Bridge::next_due(Micros* at) const noexcept {
@@ -267,6 +259,10 @@ void Bridge::followers_read_all(std::size_t index) noexcept {
 
 void Bridge::followers_read_some(std::size_t index) noexcept {
     (void)run([&] { delivery_->dispatcher().followers_read_some(followers_[index]); });
+}
+
+void Bridge::followers_not_read(std::size_t index) noexcept {
+    (void)run([&] { delivery_->dispatcher().followers_not_read(followers_[index]); });
 }
 
 void Bridge::abandon_followers() noexcept {

@@ -122,6 +122,7 @@ class Bridge {
     void followers_read_all(std::size_t index) noexcept;
     void followers_read_some(std::size_t index) noexcept;
     void followers_done() noexcept { followers_.clear(); }
+    void followers_not_read(std::size_t index) noexcept;
     // Those taken but not read, when a claim failed, are wanted again.
     void abandon_followers() noexcept;
     [[nodiscard]] bool wants_followers() const noexcept;

@@ -393,6 +393,7 @@ struct ReadLane {
     std::size_t limit;
     std::int64_t last_seq;
     bool stopped;  // a row had no room: read it again later
+    bool no_room;  // stopped for want of room
     bool followed; // followers: a row was admitted
 };
 
@@ -529,6 +530,7 @@ void take_row(Claim* claim, ReadLane* lane, TupleTableSlot* slot) {
     case core::Admission::queued:
         if (!claim->bridge->byte_room(row.aggregate_type,
                                       toast_raw_datum_size(slot->tts_values[kPayload]))) {
+            lane->no_room = true;
             stop_lane(claim, lane);
             return;
         }
@@ -536,6 +538,7 @@ void take_row(Claim* claim, ReadLane* lane, TupleTableSlot* slot) {
         lane->followed = true;
         break;
     case core::Admission::full:
+        lane->no_room = true;
         stop_lane(claim, lane);
         return;
     case core::Admission::park:
@@ -549,6 +552,7 @@ void take_row(Claim* claim, ReadLane* lane, TupleTableSlot* slot) {
     }
     lane->last_seq = row.seq;
     ++lane->rows;
+    ++claim->counts->passed;
 }
 
 bool on_claimed_row(void* context, TupleTableSlot* slot) {
@@ -847,6 +851,8 @@ void claim_followers(Bridge* bridge, ClaimCounts* counts) {
         const ReadLane& lane = claim.lanes[i];
         if (!lane.stopped && lane.rows < kLimit) {
             bridge->followers_read_all(i);
+        } else if (lane.no_room && !lane.followed) {
+            bridge->followers_not_read(i);
         } else {
             bridge->followers_read_some(i);
         }
@@ -918,15 +924,18 @@ struct Recording {
     std::size_t first;
     std::size_t count;
     Recorded* outcomes;
+    std::size_t next; // where the next row's result probably is
 };
 
-// The result with that id that has no outcome yet; batches are small and mostly in order.
-bool find_result(const Recording& recording, const pg_uuid_t* id, std::size_t* index) {
-    for (std::size_t i = 0; i < recording.count; ++i) {
-        const net::Result& result = recording.bridge->result(recording.first + i);
-        if (recording.outcomes[i] == Recorded::no &&
+// The result with that id that has no outcome yet. Rows come back mostly in the order they went in.
+bool find_result(Recording* recording, const pg_uuid_t* id, std::size_t* index) {
+    for (std::size_t tries = 0; tries < recording->count; ++tries) {
+        const std::size_t i = (recording->next + tries) % recording->count;
+        const net::Result& result = recording->bridge->result(recording->first + i);
+        if (recording->outcomes[i] == Recorded::no &&
             std::memcmp(result.id.bytes.data(), id->data, UUID_LEN) == 0) {
             *index = i;
+            recording->next = i + 1;
             return true;
         }
     }
@@ -936,7 +945,7 @@ bool find_result(const Recording& recording, const pg_uuid_t* id, std::size_t* i
 bool on_recorded(void* context, TupleTableSlot* slot) {
     auto* recording = static_cast<Recording*>(context);
     std::size_t index = 0;
-    if (find_result(*recording, DatumGetUUIDP(slot->tts_values[0]), &index)) {
+    if (find_result(recording, DatumGetUUIDP(slot->tts_values[0]), &index)) {
         const net::Result& result = recording->bridge->result(recording->first + index);
         recording->outcomes[index] =
             result.kind == net::ResultKind::retry ? Recorded::waiting : Recorded::closed;
@@ -944,7 +953,7 @@ bool on_recorded(void* context, TupleTableSlot* slot) {
     return true;
 }
 
-void record_delivered(const Recording& recording, Statement statement) {
+void record_delivered(Recording& recording, Statement statement) {
     Datum* tids = datums(recording.count);
     Datum* ids = datums(recording.count);
     Datum* replays = datums(recording.count);
@@ -962,14 +971,14 @@ void record_delivered(const Recording& recording, Statement statement) {
     }
     const Datum values[] = {array_of(tids, n, TIDOID), array_of(ids, n, UUIDOID),
                             array_of(replays, n, BOOLOID)};
-    run(statement, values, on_recorded, const_cast<Recording*>(&recording));
+    run(statement, values, on_recorded, &recording);
 }
 
 TimestampTz retry_at(const net::Result& result, TimestampTz now) {
     return result.kind == net::ResultKind::dead ? DT_NOEND : now + result.delay;
 }
 
-void record_failed(const Recording& recording) {
+void record_failed(Recording& recording) {
     const TimestampTz now = GetCurrentTimestamp();
     Datum* columns[7];
     for (Datum*& column : columns) {
@@ -999,7 +1008,7 @@ void record_failed(const Recording& recording) {
         array_of(columns[2], n, INT4OID), array_with_nulls(columns[3], was_null, n, TIMESTAMPTZOID),
         array_of(columns[4], n, INT4OID), array_of(columns[5], n, TIMESTAMPTZOID),
         array_of(columns[6], n, TEXTOID)};
-    run(kFailed, values, on_recorded, const_cast<Recording*>(&recording));
+    run(kFailed, values, on_recorded, &recording);
     // A retry has to be looked for when it is due.
     for (std::size_t i = 0; i < recording.count; ++i) {
         const net::Result& result = recording.bridge->result(recording.first + i);
@@ -1037,14 +1046,14 @@ Recorded judge_unrecorded(net::Result& result, TupleTableSlot* slot) {
 bool on_inspected(void* context, TupleTableSlot* slot) {
     auto* recording = static_cast<Recording*>(context);
     std::size_t index = 0;
-    if (find_result(*recording, DatumGetUUIDP(slot->tts_values[0]), &index)) {
+    if (find_result(recording, DatumGetUUIDP(slot->tts_values[0]), &index)) {
         recording->outcomes[index] =
             judge_unrecorded(recording->bridge->result(recording->first + index), slot);
     }
     return true;
 }
 
-void inspect_unrecorded(const Recording& recording) {
+void inspect_unrecorded(Recording& recording) {
     Datum* ids = datums(recording.count);
     std::size_t n = 0;
     for (std::size_t i = 0; i < recording.count; ++i) {
@@ -1056,7 +1065,7 @@ void inspect_unrecorded(const Recording& recording) {
         return;
     }
     const Datum values[] = {array_of(ids, n, UUIDOID)};
-    run(kInspect, values, on_inspected, const_cast<Recording*>(&recording));
+    run(kInspect, values, on_inspected, &recording);
     for (std::size_t i = 0; i < recording.count; ++i) {
         if (recording.outcomes[i] == Recorded::no) {
             recording.outcomes[i] = Recorded::closed; // the row is gone
@@ -1071,7 +1080,7 @@ void record_results(Bridge* bridge, std::size_t first, std::size_t count, bool d
     for (std::size_t i = 0; i < count; ++i) {
         outcomes[i] = Recorded::no;
     }
-    const Recording recording = {bridge, first, count, outcomes};
+    Recording recording = {bridge, first, count, outcomes, 0};
     record_delivered(recording, delete_delivered ? kDeliveredDelete : kDelivered);
     record_failed(recording);
     inspect_unrecorded(recording);

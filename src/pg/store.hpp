@@ -58,6 +58,7 @@ void discover_lanes(Bridge* bridge);
 struct ClaimCounts {
     std::uint64_t admitted;
     std::uint64_t parked;
+    std::uint64_t passed; // rows read, whatever became of them
 };
 
 // Reads ready resp. due rows and the followers of aggregates whose head is done. `factor`: workers

@@ -1,5 +1,5 @@
-// The SQL-callable functions that show the relay's state from shared memory. They read, never write, and answer
-// also where the library was not preloaded.
+// The SQL-callable functions that show the relay's state from shared memory. They read, never
+// write, and answer also where the library was not preloaded.
 #include "pg/settings.hpp"
 #include "pg/shared_state.hpp"
 
@@ -29,8 +29,7 @@ void read_error(WorkerSlot* worker, char* text, std::size_t size) {
 }
 
 bool runs_here(const WorkerSlot& worker) {
-    return worker.status.load() == WorkerStatus::running &&
-           worker.database.load() == MyDatabaseId;
+    return worker.status.load() == WorkerStatus::running && worker.database.load() == MyDatabaseId;
 }
 
 // Adds up the workers of this database; the first trouble found names the state.

@@ -78,8 +78,8 @@ void announce_pending() {
     }
 }
 
-// Runs after the transaction's rows became visible. A prepared transaction commits elsewhere, unannounced: the
-// safety poll finds its rows.
+// Runs after the transaction's rows became visible. A prepared transaction commits elsewhere,
+// unannounced: the safety poll finds its rows.
 void on_transaction_end(XactEvent event, void* /*argument*/) {
     switch (event) {
     case XACT_EVENT_COMMIT:
@@ -112,7 +112,8 @@ void on_object_access(ObjectAccessType access, Oid class_id, Oid object_id, int 
     }
 }
 
-// Where the trigger finds its columns; looked up by name when the table is not the one of the last row.
+// Where the trigger finds its columns; looked up by name when the table is not the one of the last
+// row.
 struct Columns {
     int type;
     int id;
@@ -121,8 +122,7 @@ struct Columns {
 };
 
 bool is_column(TupleDesc row, int number, const char* name) {
-    return number >= 1 && number <= row->natts &&
-           !TupleDescAttr(row, number - 1)->attisdropped &&
+    return number >= 1 && number <= row->natts && !TupleDescAttr(row, number - 1)->attisdropped &&
            std::strcmp(NameStr(TupleDescAttr(row, number - 1)->attname), name) == 0;
 }
 
@@ -155,8 +155,8 @@ bool text_column(TupleTableSlot* slot, int number, std::string_view* value) {
     }
     bool null = false;
     const Datum datum = slot_getattr(slot, number, &null);
-    if (null || VARATT_IS_EXTENDED(DatumGetPointer(datum)) !=
-                    VARATT_IS_SHORT(DatumGetPointer(datum))) {
+    if (null ||
+        VARATT_IS_EXTENDED(DatumGetPointer(datum)) != VARATT_IS_SHORT(DatumGetPointer(datum))) {
         return false; // compressed: not worth the work here
     }
     const auto* text_value = reinterpret_cast<const text*>(DatumGetPointer(datum));
@@ -187,8 +187,7 @@ void note_inserted(TupleTableSlot* slot) {
 void notify_listeners(TupleTableSlot* slot) {
     const Columns& columns = columns_of(slot->tts_tupleDescriptor);
     bool null = true;
-    const Datum id =
-        columns.event_id == 0 ? Datum{0} : slot_getattr(slot, columns.event_id, &null);
+    const Datum id = columns.event_id == 0 ? Datum{0} : slot_getattr(slot, columns.event_id, &null);
     if (!null) {
         Async_Notify("outbox_event", DatumGetCString(DirectFunctionCall1(uuid_out, id)));
     }

@@ -1,5 +1,6 @@
-// The writers' side: what a transaction inserted is announced at its commit through shared memory; so is CREATE and DROP
-// EXTENSION. Nothing here can fail or block a writer, except NOTIFY where outbox.notify asks for it.
+// The writers' side: what a transaction inserted is announced at its commit through shared memory;
+// so is CREATE and DROP EXTENSION. Nothing here can fail or block a writer, except NOTIFY where
+// outbox.notify asks for it.
 #pragma once
 
 namespace outbox::pg {

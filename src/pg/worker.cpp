@@ -26,6 +26,7 @@ using core::Micros;
 
 constexpr std::size_t kMaxBatch = 1'000; // results recorded by one transaction
 constexpr Micros kLockedRetry = 50 * kMillisecond;
+constexpr Micros kNoRoomRetry = 20 * kMillisecond;
 constexpr Micros kMaxTurnBackOff = 30 * kSecond;
 constexpr int kMaxUnreadable = 50; // rows set aside in one turn
 constexpr int kPurgeRows = 1'000;
@@ -47,7 +48,8 @@ struct Worker {
     Micros orphans_cost;
     Micros next_orphans;
     Micros next_poll;
-    Micros next_turn; // not before
+    Micros next_turn;  // not before
+    Micros next_claim; // not before, unless something changes: the last one found no room
     Micros turn_back_off;
     Micros cannot_record_until;
     Micros next_purge;
@@ -453,8 +455,13 @@ void record_one_by_one(std::size_t results, Recorded* outcomes) {
         single.first = i;
         single.results = 1;
         single.outcomes = &outcomes[i];
-        if (attempt(record_work, &single) == Attempt::done) {
+        const Attempt result = attempt(record_work, &single);
+        if (result == Attempt::done) {
             apply_outcomes(single);
+            continue;
+        }
+        if (result != Attempt::failed) {
+            self.bridge->defer(i, steady_now() + kLockedRetry);
             continue;
         }
         const Micros pause = deferral(self.bridge->result(i).deferrals++);
@@ -480,6 +487,7 @@ void back_off_turns() {
 void claim_succeeded(const Turn& turn) {
     self.discover = false;
     self.turn_back_off = 0;
+    self.next_claim = turn.counts.passed == 0 ? steady_now() + kNoRoomRetry : 0;
     self.slot->counters.claimed.fetch_add(turn.counts.admitted);
     self.slot->counters.parked.fetch_add(turn.counts.parked);
     if (!self.orphans.running) {
@@ -526,11 +534,14 @@ void run_turn(bool claim) {
     offender.known = false;
     switch (attempt(whole_turn, &turn)) {
     case Attempt::done:
-        apply_outcomes(turn);
-        self.bridge->parking_done();
         if (claim) {
             claim_succeeded(turn);
         }
+        if (turn.results > 0) {
+            self.next_claim = 0; // room
+            apply_outcomes(turn);
+        }
+        self.bridge->parking_done();
         if (self.slot->trouble.load() == Trouble::table_locked) {
             set_trouble(Trouble::none);
         }
@@ -614,6 +625,7 @@ void read_ring() {
         return;
     }
     self.slot->counters.wakeups_commit.fetch_add(1);
+    self.next_claim = 0;
     while (self.ring_tail < head) {
         const Announcement& entry = self.database->ring[self.ring_tail % kRingSize];
         const std::uint64_t stamp = entry.stamp.load();
@@ -728,7 +740,13 @@ bool wants_claim() {
     if (!self.bridge->has_target() || self.stop_deadline != 0) {
         return false;
     }
-    return self.discover || (self.orphans.running && steady_now() >= self.next_orphans) ||
+    if (self.discover) {
+        return true;
+    }
+    if (steady_now() < self.next_claim) {
+        return false;
+    }
+    return (self.orphans.running && steady_now() >= self.next_orphans) ||
            self.bridge->wants_ready() || self.bridge->wants_due(GetCurrentTimestamp()) ||
            self.bridge->wants_followers();
 }
@@ -760,6 +778,9 @@ long sleep_time() {
         timeout = Min(timeout, until(self.next_turn));
     } else if (self.next_turn > steady_now()) {
         timeout = Min(timeout, until(self.next_turn));
+    }
+    if (self.next_claim > steady_now()) {
+        timeout = Min(timeout, until(self.next_claim));
     }
     if (self.ring_waits) {
         timeout = Min(timeout, 1L);

@@ -61,6 +61,26 @@ sub _give {
     return;
 }
 
+# Processors that are busy while the bench itself does nothing: others' work, and what a hypervisor
+# gave to others.
+sub busy_processors {
+    my @before = _processor_times();
+    sleep 0.25;
+    my @after  = _processor_times();
+    my ($all, $idle) = map { $after[$_] - $before[$_] } 0, 1;
+    return $all > 0 ? ($all - $idle) / $all * $before[2] : 0;
+}
+
+# Ticks in all, ticks of these idle or waiting for a disk, number of processors.
+sub _processor_times {
+    open my $stat, '<', '/proc/stat' or die "/proc/stat: $!\n";
+    my @lines = grep { /^cpu/ } readline $stat;
+    my (undef, @ticks) = split ' ', $lines[0];
+    my $all = 0;
+    $all += $_ for @ticks[ 0 .. 7 ];
+    return ($all, $ticks[3] + $ticks[4], @lines - 1);
+}
+
 sub free_port {
     my $socket = IO::Socket::INET->new(Listen => 1, LocalAddr => '127.0.0.1', ReuseAddr => 1)
       or die "no free port: $!\n";
