@@ -2,6 +2,7 @@
 // list of formats. Must not know what any one format looks like.
 #include "core/format.hpp"
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cinttypes>
@@ -27,7 +28,18 @@ const Format* find_format(std::string_view name) noexcept {
     return nullptr;
 }
 
-bool append_event_headers(const Event& event, std::vector<Header>& out, std::string& error) {
+namespace {
+
+bool names(const std::vector<Header>& headers, std::string_view name) {
+    return std::ranges::any_of(headers, [name](const Header& header) {
+        return ascii::equal_ignoring_case(header.name, name);
+    });
+}
+
+} // namespace
+
+bool append_event_headers(const Event& event, const std::vector<Header>& fixed,
+                          std::vector<Header>& out, std::string& error) {
     if (!event.headers_error.empty()) {
         error = event.headers_error;
         return false;
@@ -37,7 +49,8 @@ bool append_event_headers(const Event& event, std::vector<Header>& out, std::str
             error = describe(fault);
             return false;
         }
-        out.push_back(header);
+        if (!names(fixed, header.name))
+            out.push_back(header);
     }
     if (event.replay)
         out.push_back({"outbox-replay", "true"});
@@ -99,7 +112,7 @@ BuildResult complete_request(const Event& event, const Target& target, std::vect
     if (!url)
         return result;
     headers.insert(headers.end(), target.fixed_headers.begin(), target.fixed_headers.end());
-    if (!append_event_headers(event, headers, result.error))
+    if (!append_event_headers(event, target.fixed_headers, headers, result.error))
         return result;
     result.request = {std::move(*url), std::move(headers), std::move(body)};
     result.ok = true;

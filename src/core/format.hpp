@@ -48,9 +48,10 @@ class Format {
 
 // Shared by the formats.
 // Appends the event's own headers and the replay mark, checked; false and `error` set at the first
-// bad one, or when the column was no object of strings.
-[[nodiscard]] bool append_event_headers(const Event& event, std::vector<Header>& out,
-                                        std::string& error);
+// bad one, or when the column was no object of strings. One with the name of a fixed header stays
+// out: who writes events must not speak for the operator.
+[[nodiscard]] bool append_event_headers(const Event& event, const std::vector<Header>& fixed,
+                                        std::vector<Header>& out, std::string& error);
 // A JSON string literal, RFC 8259: quotes, backslash and controls (DEL too) escaped, other UTF-8 as
 // it is.
 void append_json_string(std::string& out, std::string_view text);

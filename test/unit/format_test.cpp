@@ -54,6 +54,21 @@ constexpr std::array kFormats = {"cloudevents", "json", "payload"};
 
 // ---------------------------------------------------------------------------------------------
 
+TEST(Format, AnEventHeaderDoesNotOverrideTheOperators) {
+    Event event = sample_event();
+    event.headers = {{"x-api-key", "forged"}, {"tenant", "a"}};
+    Target target = target_of("http://h/");
+    target.fixed_headers = {{"X-Api-Key", "real"}};
+    const std::array<const Event*, 1> events = {&event};
+    for (const char* name : kFormats) {
+        const BuildResult built = find_format(name)->build(events, target);
+        ASSERT_TRUE(built.ok) << name;
+        EXPECT_THAT(built.request.headers, Contains(Header{"X-Api-Key", "real"}));
+        EXPECT_THAT(built.request.headers, Not(Contains(Header{"x-api-key", "forged"})));
+        EXPECT_THAT(built.request.headers, Contains(Header{"tenant", "a"}));
+    }
+}
+
 TEST(Format, UnknownNamesFindNothing) {
     for (const char* name : kFormats) {
         ASSERT_NE(find_format(name), nullptr) << name;
