@@ -30,9 +30,8 @@ CREATE TABLE @extschema@.outbox_events (
 -- The mark of this installation, the same in all its rows, another in a copy that CREATE EXTENSION made.
 DO $$
 BEGIN
-    EXECUTE pg_catalog.format(
-        'ALTER TABLE @extschema@.outbox_events ALTER COLUMN origin SET DEFAULT %s',
-        ('x' || pg_catalog.substr(pg_catalog.gen_random_uuid()::pg_catalog.text, 1, 8))::pg_catalog.bit(32)::pg_catalog.int4);
+    EXECUTE 'ALTER TABLE @extschema@.outbox_events ALTER COLUMN origin SET DEFAULT '
+        || ('x' || pg_catalog.substr(pg_catalog.gen_random_uuid()::pg_catalog.text, 1, 8))::pg_catalog.bit(32)::pg_catalog.int4;
 END
 $$;
 
@@ -89,6 +88,8 @@ CREATE TRIGGER outbox_insert_notify AFTER INSERT ON @extschema@.outbox_events
     FOR EACH ROW EXECUTE FUNCTION @extschema@.notify_outbox_insert();
 -- Also for rows that arrive under session_replication_role = replica.
 ALTER TABLE @extschema@.outbox_events ENABLE ALWAYS TRIGGER outbox_insert_notify;
+COMMENT ON TRIGGER outbox_insert_notify ON @extschema@.outbox_events IS
+    'Wakes the relay at commit, also for rows that arrive under session_replication_role = replica.';
 
 -- --- writing -----------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ CREATE FUNCTION @extschema@.outbox_state(e @extschema@.outbox_events) RETURNS pg
         WHEN e.processed_at IS NOT NULL THEN 'delivered'
         WHEN e.retry_after = 'infinity' THEN 'dead'
         WHEN e.retry_after IS NULL
-            OR (e.retry_after > '-infinity' AND e.retry_after <= pg_catalog.clock_timestamp()) THEN 'ready'
+            OR (e.retry_after > '-infinity' AND e.retry_after <= pg_catalog.statement_timestamp()) THEN 'ready'
         ELSE 'waiting'
     END
 $$;
@@ -135,6 +136,19 @@ CREATE VIEW @extschema@.outbox_dead_letters AS
     ORDER BY e.created_at, e.seq;
 COMMENT ON VIEW @extschema@.outbox_dead_letters IS
     'Events that failed for good, oldest first. outbox_replay(id) sends one again.';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.id IS 'Event id, for outbox_replay().';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.aggregate_type IS 'Kind of entity; the lane.';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.aggregate_id IS 'The entity.';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.event_type IS 'What happened.';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.payload IS 'Event body.';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.attempts IS 'Delivery attempts that failed and counted.';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.created_at IS 'When the event was written.';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.processed_at IS 'Null: nobody has closed the dead letter.';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.seq IS 'Order of insertion.';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.headers IS 'The event''s own HTTP headers.';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.retry_after IS 'infinity: no retry by itself.';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.last_error IS 'Why it failed the last time.';
+COMMENT ON COLUMN @extschema@.outbox_dead_letters.origin IS 'Which installation wrote the row.';
 
 -- --- operating ---------------------------------------------------------------------------------------------------
 
@@ -203,11 +217,19 @@ CREATE VIEW @extschema@.outbox_status AS
         WHERE e.processed_at IS NULL AND e.retry_after = 'infinity') d;
 COMMENT ON VIEW @extschema@.outbox_status IS
     'One row: state (ok, or the cause why events wait), workers, pending, oldest_pending (age), dead, in_flight, last_error, since.';
+COMMENT ON COLUMN @extschema@.outbox_status.state IS 'ok, or the cause why events wait.';
+COMMENT ON COLUMN @extschema@.outbox_status.workers IS 'Worker processes of this database that are running.';
+COMMENT ON COLUMN @extschema@.outbox_status.pending IS 'Events that are ready or waiting.';
+COMMENT ON COLUMN @extschema@.outbox_status.oldest_pending IS 'Age of the oldest pending event; null when there is none.';
+COMMENT ON COLUMN @extschema@.outbox_status.dead IS 'Dead letters.';
+COMMENT ON COLUMN @extschema@.outbox_status.in_flight IS 'Requests that wait for their answer.';
+COMMENT ON COLUMN @extschema@.outbox_status.last_error IS 'The last failure that a worker met.';
+COMMENT ON COLUMN @extschema@.outbox_status.since IS 'Since when state is what it is; null where nothing is known.';
 
 -- --- inbox -------------------------------------------------------------------------------------------------------
 
 CREATE FUNCTION @extschema@.outbox_accept(event_id pg_catalog.uuid) RETURNS pg_catalog.bool
-    LANGUAGE plpgsql VOLATILE STRICT SECURITY DEFINER
+    LANGUAGE plpgsql VOLATILE SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp
     AS $$
 BEGIN
@@ -217,7 +239,7 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION @extschema@.outbox_accept(pg_catalog.uuid) IS
-    'For receivers: true the first time an event id is seen, false for a duplicate. Call it in the transaction that handles the event: when that rolls back, the event was not seen.';
+    'For receivers: true the first time an event id is seen, false for a duplicate. Call it in the transaction that handles the event: when that rolls back, the event was not seen. Null is an error.';
 
 -- --- privileges --------------------------------------------------------------------------------------------------
 

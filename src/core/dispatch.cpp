@@ -43,8 +43,7 @@ Dispatcher::Aggregate& Dispatcher::aggregate_of(std::string_view type, std::stri
     return *aggregates_.emplace(std::move(key), std::move(aggregate)).first->second;
 }
 
-// --- room
-// -------------------------------------------------------------------------------------------------------
+// --- room ---
 
 std::size_t Dispatcher::row_room(std::string_view name) const noexcept {
     if (draining_) {
@@ -81,8 +80,7 @@ void Dispatcher::claim_ended() noexcept {
     large_refused_ = false;
 }
 
-// --- feeding
-// ----------------------------------------------------------------------------------------------------
+// --- feeding ---
 
 Admission Dispatcher::examine(const Uuid& id, std::string_view type, std::string_view aggregate_id,
                               Source source, std::optional<std::int64_t> earlier) {
@@ -183,8 +181,7 @@ void Dispatcher::release_holds() {
     }
 }
 
-// --- starting
-// ---------------------------------------------------------------------------------------------------
+// --- starting ---
 
 bool Dispatcher::may_start(const Aggregate& aggregate) const noexcept {
     return !aggregate.queue.empty() && !aggregate.held &&
@@ -255,8 +252,7 @@ void Dispatcher::release_payload(const Uuid& id) noexcept {
     }
 }
 
-// --- finishing
-// --------------------------------------------------------------------------------------------------
+// --- finishing ---
 
 void Dispatcher::answered(const Uuid& id) {
     const auto it = items_.find(id);
@@ -349,8 +345,7 @@ std::vector<Dispatcher::Reread> Dispatcher::take_rereads() noexcept {
     return std::exchange(rereads_, {});
 }
 
-// --- followers
-// --------------------------------------------------------------------------------------------------
+// --- followers ---
 
 void Dispatcher::want_followers(Aggregate& aggregate) {
     if (aggregate.wanted || !aggregate.queue.empty() || !aggregate.active.empty()) {
@@ -398,8 +393,7 @@ void Dispatcher::followers_not_read(const AggregateName& name) {
     }
 }
 
-// --- buckets
-// ----------------------------------------------------------------------------------------------------
+// --- buckets ---
 
 void Dispatcher::set_buckets(BucketMask mine) {
     const BucketMask lost = mine_ & ~mine;

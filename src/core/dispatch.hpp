@@ -61,8 +61,7 @@ class Dispatcher {
     // In force for what is admitted or started from now on.
     void set_limits(const DispatchLimits& limits) noexcept { limits_ = limits; }
 
-    // --- room
-    // ---------------------------------------------------------------------------------------------------
+    // --- room ---
     // Rows that a claim may still bring into this lane. Lanes share by "less than what is free":
     // one lane alone gets half of all, two a third each, so that a stuck lane never takes the room
     // of others.
@@ -72,8 +71,7 @@ class Dispatcher {
     // its event fits or memory is empty: so the largest event goes, if need be alone.
     [[nodiscard]] bool byte_room(std::string_view lane, std::size_t bytes);
 
-    // --- feeding
-    // ------------------------------------------------------------------------------------------------
+    // --- feeding ---
     // What admit() would say, before the payload is read. `earlier` is the lowest seq of the
     // aggregate's waiting rows below this event's seq, if the claim saw one.
     [[nodiscard]] Admission examine(const Uuid& id, std::string_view aggregate_type,
@@ -94,13 +92,11 @@ class Dispatcher {
     void hold(std::string_view aggregate_type, std::string_view aggregate_id);
     void release_holds();
 
-    // --- starting
-    // -----------------------------------------------------------------------------------------------
+    // --- starting ---
     // The next event to send, now in flight; null when none may start. Valid until settled().
     [[nodiscard]] const Event* next();
 
-    // --- finishing
-    // ----------------------------------------------------------------------------------------------
+    // --- finishing ---
     // The request has ended; its slot is free, its aggregate still blocked.
     void answered(const Uuid& id);
     // The result is recorded, or there is nothing to record. Unknown ids are ignored.
@@ -138,8 +134,7 @@ class Dispatcher {
     // The read failed or found no room: they are wanted again.
     void followers_not_read(const AggregateName& name);
 
-    // --- buckets
-    // ------------------------------------------------------------------------------------------------
+    // --- buckets ---
     // The buckets this worker may start events of. Queued events of others are dropped; those in
     // flight end here.
     void set_buckets(BucketMask mine);
@@ -147,8 +142,7 @@ class Dispatcher {
     // Buckets with an event in flight or settling.
     [[nodiscard]] BucketMask busy_buckets() const noexcept;
 
-    // --- numbers
-    // ------------------------------------------------------------------------------------------------
+    // --- numbers ---
     [[nodiscard]] std::size_t in_flight() const noexcept { return in_flight_; }
     [[nodiscard]] std::size_t queued() const noexcept { return queued_; }
     [[nodiscard]] std::size_t held_events() const noexcept { return items_.size(); }

@@ -42,8 +42,12 @@ void Delivery::start(Micros now) {
     if (!config_.target) {
         return;
     }
+    const std::size_t running = engine_->running();
     while (const Event* event = dispatcher_.next()) {
         start_one(*event, now);
+    }
+    if (engine_->running() > running) {
+        engine_->step(); // the requests leave now, not after the caller's next wait
     }
 }
 
@@ -142,8 +146,7 @@ void Delivery::conclude(const Event& event, const Verdict& verdict, int status, 
     results_.push_back(std::move(result));
 }
 
-// --- recording
-// ----------------------------------------------------------------------------------------------------
+// --- recording ---
 
 bool Delivery::has_results(Micros now) const noexcept {
     return !results_.empty() || (!deferred_.empty() && deferred_.begin()->first <= now);

@@ -69,8 +69,7 @@ class Delivery {
     void step(core::Micros now);
     [[nodiscard]] std::size_t in_flight() const noexcept { return engine_->running(); }
 
-    // --- recording
-    // ------------------------------------------------------------------------------------------------
+    // --- recording ---
     [[nodiscard]] bool has_results(core::Micros now) const noexcept;
     [[nodiscard]] std::optional<core::Micros> next_deferred() const noexcept;
     [[nodiscard]] std::size_t unrecorded() const noexcept;

@@ -220,8 +220,7 @@ struct HttpEngine::Impl {
         }
     }
 
-    // --- libcurl's callbacks
-    // ---------------------------------------------------------------------------------------
+    // --- libcurl's callbacks ---
     static int on_socket(CURL* /*easy*/, curl_socket_t fd, int what, void* user,
                          void* /*socket*/) noexcept {
         try {
@@ -260,8 +259,7 @@ struct HttpEngine::Impl {
         return close(fd);
     }
 
-    // --- sockets
-    // ---------------------------------------------------------------------------------------------------
+    // --- sockets ---
     void want(curl_socket_t fd, int what) {
         Socket& entry = sockets[fd];
         if (what == CURL_POLL_REMOVE) {
@@ -313,8 +311,7 @@ struct HttpEngine::Impl {
         sockets.erase(fd);
     }
 
-    // --- transfers
-    // -------------------------------------------------------------------------------------------------
+    // --- transfers ---
     std::unique_ptr<Transfer> take_idle() {
         if (!idle.empty()) {
             auto transfer = std::move(idle.back());

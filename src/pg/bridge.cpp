@@ -84,8 +84,7 @@ bool Bridge::start(Micros steady) noexcept {
     return run([&] { delivery_->start(steady); });
 }
 
-// --- what to read
-// -------------------------------------------------------------------------------------------------
+// --- what to read ---
 
 bool Bridge::announced(std::uint32_t tag, std::int64_t lo, std::int64_t hi) noexcept {
     bool known = false;
@@ -169,8 +168,7 @@ bool Bridge::next_due(Micros* at) const noexcept {
     return next.has_value();
 }
 
-// --- rows
-// ---------------------------------------------------------------------------------------------------------
+// --- rows ---
 
 core::Admission Bridge::examine(const FlatRow& row, core::Source source) noexcept {
     core::Admission admission = core::Admission::full;
@@ -244,8 +242,7 @@ bool Bridge::orphaned(FlatText type, FlatText id) noexcept {
     return run([&] { delivery_->dispatcher().orphaned(view(type), view(id)); });
 }
 
-// --- followers and parking
-// ----------------------------------------------------------------------------------------
+// --- followers and parking ---
 
 std::size_t Bridge::take_followers_wanted(std::size_t most) noexcept {
     followers_.clear();
@@ -291,8 +288,7 @@ bool Bridge::wants_parking() const noexcept {
     return !parking_.empty() || delivery_->dispatcher().wants_parking();
 }
 
-// --- results
-// ------------------------------------------------------------------------------------------------------
+// --- results ---
 
 bool Bridge::next_deferred(Micros* at) const noexcept {
     const std::optional<Micros> next = delivery_->next_deferred();
@@ -320,8 +316,7 @@ void Bridge::defer(std::size_t index, Micros steady) noexcept {
     (void)run([&] { delivery_->defer(index, steady); });
 }
 
-// --- buckets
-// ------------------------------------------------------------------------------------------------------
+// --- buckets ---
 
 bool Bridge::set_buckets(core::BucketMask mine) noexcept {
     return run([&] { delivery_->dispatcher().set_buckets(mine); });

@@ -63,8 +63,7 @@ class Bridge {
     [[nodiscard]] bool configure(const FlatConfig& config) noexcept;
     [[nodiscard]] bool broken() const noexcept { return broken_; }
 
-    // --- the loop
-    // -------------------------------------------------------------------------------------------------
+    // --- the loop ---
     [[nodiscard]] int wait_fd() const noexcept { return delivery_->wait_fd(); }
     [[nodiscard]] long timeout_ms() const noexcept { return delivery_->timeout_ms(); }
     [[nodiscard]] bool step(core::Micros steady) noexcept;
@@ -75,8 +74,7 @@ class Bridge {
         return delivery_->failures_in_a_row();
     }
 
-    // --- what to read
-    // ---------------------------------------------------------------------------------------------
+    // --- what to read ---
     [[nodiscard]] bool announced(std::uint32_t tag, std::int64_t lo, std::int64_t hi) noexcept;
     [[nodiscard]] bool rescan() noexcept;
     void forget_lanes() noexcept { delivery_->scan().clear(); }
@@ -96,8 +94,7 @@ class Bridge {
     [[nodiscard]] bool next_due(core::Micros* at) const noexcept;
     void claim_ended() noexcept { delivery_->dispatcher().claim_ended(); }
 
-    // --- rows
-    // -----------------------------------------------------------------------------------------------------
+    // --- rows ---
     // core::Admission::full when memory is out.
     [[nodiscard]] core::Admission examine(const FlatRow& row, core::Source source) noexcept;
     [[nodiscard]] bool byte_room(FlatText lane, std::size_t bytes) noexcept;
@@ -113,8 +110,7 @@ class Bridge {
     [[nodiscard]] bool release_holds() noexcept;
     [[nodiscard]] bool orphaned(FlatText type, FlatText id) noexcept;
 
-    // --- followers and parking
-    // ------------------------------------------------------------------------------------
+    // --- followers and parking ---
     std::size_t take_followers_wanted(std::size_t most) noexcept;
     [[nodiscard]] const core::Dispatcher::AggregateName& follower(std::size_t i) const noexcept {
         return followers_[i];
@@ -134,8 +130,7 @@ class Bridge {
     void parking_done() noexcept { parking_.clear(); }
     [[nodiscard]] bool wants_parking() const noexcept;
 
-    // --- results
-    // --------------------------------------------------------------------------------------------------
+    // --- results ---
     [[nodiscard]] bool has_results(core::Micros steady) const noexcept {
         return delivery_->has_results(steady);
     }
@@ -150,8 +145,7 @@ class Bridge {
     void defer(std::size_t index, core::Micros steady) noexcept;
     void batch_done() noexcept { delivery_->batch_done(); }
 
-    // --- buckets
-    // --------------------------------------------------------------------------------------------------
+    // --- buckets ---
     [[nodiscard]] bool set_buckets(core::BucketMask mine) noexcept;
     [[nodiscard]] core::BucketMask buckets() const noexcept;
     [[nodiscard]] core::BucketMask busy_buckets() const noexcept;

@@ -36,8 +36,7 @@ BackgroundWorkerHandle** handles = nullptr;
 TimestampTz next_reconcile = 0;
 TimestampTz next_slot_warning = 0;
 
-// --- databases
-// ------------------------------------------------------------------------------------------------------
+// --- databases ---
 
 DatabaseSlot* add_database(Oid database) {
     for (DatabaseSlot& slot : shared->databases) {
@@ -51,6 +50,7 @@ DatabaseSlot* add_database(Oid database) {
         slot.desired_workers = 0;
         slot.failures = 0;
         slot.next_start = 0;
+        slot.without_workers_since.store(GetCurrentTimestamp());
         for (Announcement& entry : slot.ring) {
             entry.stamp.store(0);
         }
@@ -119,8 +119,7 @@ void reconcile() {
     }
 }
 
-// --- workers
-// --------------------------------------------------------------------------------------------------------
+// --- workers ---
 
 int64 restart_delay_ms(int failures) {
     return Min(kFirstRestartMs << Min(failures - 1, 10), kMaxRestartMs);
@@ -162,6 +161,9 @@ void reap(WorkerSlot& worker) {
     worker.database.store(InvalidOid);
     worker.status.store(WorkerStatus::free);
     LWLockRelease(shared->lock);
+    if (slot != nullptr && !has_workers(slot->database.load())) {
+        slot->without_workers_since.store(GetCurrentTimestamp());
+    }
 }
 
 // A worker that never came to life: the postmaster could not start it, or nobody knows.
@@ -356,8 +358,7 @@ TimestampTz tend(DatabaseSlot& slot) {
     return PG_INT64_MAX;
 }
 
-// --- the loop
-// -------------------------------------------------------------------------------------------------------
+// --- the loop ---
 
 TimestampTz look_after_all() {
     reap_all();

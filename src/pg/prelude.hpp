@@ -71,8 +71,7 @@ extern "C" {
 
 namespace outbox::pg {
 
-// --- version differences
-// ------------------------------------------------------------------------------------------
+// --- version differences ---
 
 #if PG_VERSION_NUM < 150000 || PG_VERSION_NUM >= 160000
 #error "outbox is built and tested on PostgreSQL 15"

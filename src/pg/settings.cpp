@@ -23,8 +23,7 @@ const config_enum_entry kFormats[] = {{"cloudevents", kFormatCloudevents, false}
 const config_enum_entry kOrderings[] = {
     {"aggregate", kOrderingAggregate, false}, {"none", kOrderingNone, false}, {nullptr, 0, false}};
 
-// --- endpoint
-// -------------------------------------------------------------------------------------------------------
+// --- endpoint ---
 
 // Why the text is no endpoint, into `why`; nothing of PostgreSQL is called here.
 bool endpoint_is_valid(const char* text, char* why, std::size_t size) noexcept {
@@ -45,15 +44,14 @@ bool check_endpoint(char** value, void** /*extra*/, GucSource /*source*/) {
     if (**value == '\0' || endpoint_is_valid(*value, why, sizeof(why))) {
         return true;
     }
-    GUC_check_errdetail("%s", why);
+    GUC_check_errdetail("The URL %s.", why);
     GUC_check_errhint("Use an http:// or https:// URL; {aggregate_type}, {aggregate_id} and "
                       "{event_type} are allowed in its path and query. An empty string makes "
                       "events wait.");
     return false;
 }
 
-// --- http_headers
-// -----------------------------------------------------------------------------------------------------
+// --- http_headers ---
 
 // The state of the JSON walk: an object of strings, nothing nested.
 struct HeadersWalk {
@@ -127,8 +125,17 @@ bool check_http_headers(char** value, void** /*extra*/, GucSource /*source*/) {
     return false;
 }
 
-// --- the others
-// -------------------------------------------------------------------------------------------------------
+// --- the others ---
+
+bool is_list_of_databases(List* names) {
+    ListCell* cell = nullptr;
+    foreach (cell, names) {
+        if (std::strcmp(static_cast<char*>(lfirst(cell)), "*") == 0) {
+            return false;
+        }
+    }
+    return true;
+}
 
 bool check_databases(char** value, void** /*extra*/, GucSource /*source*/) {
     if (std::strcmp(*value, "*") == 0) {
@@ -136,12 +143,12 @@ bool check_databases(char** value, void** /*extra*/, GucSource /*source*/) {
     }
     char* copy = pstrdup(*value);
     List* names = NIL;
-    const bool valid = SplitIdentifierString(copy, ',', &names);
+    const bool valid = SplitIdentifierString(copy, ',', &names) && is_list_of_databases(names);
     if (!valid) {
         GUC_check_errdetail("The value is not a list of database names.");
-        GUC_check_errhint(
-            "Use '*' for all databases that have the extension, a comma-separated list "
-            "of names, or '' for none.");
+        GUC_check_errhint("Use '*' alone for all databases that have the extension, a "
+                          "comma-separated list of names (in double quotes where they hold upper "
+                          "case or special characters), or '' for none.");
     }
     list_free(names);
     pfree(copy);
@@ -170,7 +177,7 @@ bool check_source(char** value, void** /*extra*/, GucSource /*source*/) {
 
 bool check_ca_file(char** value, void** /*extra*/, GucSource /*source*/) {
     if (**value != '\0' && (**value != '/' || has_control_character(*value))) {
-        GUC_check_errdetail("The value is not an absolute path.");
+        GUC_check_errdetail("The value is not an absolute path without control characters.");
         GUC_check_errhint("Use the absolute path of a PEM file that the server can read, or '' for "
                           "the system's certificates.");
         return false;
@@ -182,8 +189,7 @@ bool check_retention(int* value, void** /*extra*/, GucSource /*source*/) {
     return *value >= -1;
 }
 
-// --- definition
-// -------------------------------------------------------------------------------------------------------
+// --- definition ---
 
 void define_string(const char* name, const char* description, char** variable, const char* preset,
                    int flags, GucStringCheckHook check) {

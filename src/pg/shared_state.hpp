@@ -41,6 +41,7 @@ struct DatabaseSlot {
     int desired_workers;
     int failures; // starts in a row that ended in an error
     TimestampTz next_start;
+    std::atomic<TimestampTz> without_workers_since;
     std::atomic<std::uint32_t> extension_changes;    // commits of CREATE or DROP EXTENSION
     std::atomic<std::uint8_t> owner[core::kBuckets]; // ordinal of the worker
     std::atomic<std::uint64_t> ring_head;

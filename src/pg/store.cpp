@@ -15,8 +15,7 @@ namespace {
 constexpr std::int64_t kUnixToPostgres =
     INT64CONST(946'684'800'000'000); // 1970-01-01 to 2000-01-01 in microseconds
 
-// --- plumbing
-// -------------------------------------------------------------------------------------------------------
+// --- plumbing ---
 
 enum Statement : int {
     kDiscover,
@@ -25,11 +24,12 @@ enum Statement : int {
     kNextDue,
     kFollowers,
     kOrphans,
-    kProbeLocks,
+    kLock,
+    kLockForDelete,
+    kInspect,
     kDelivered,
     kDeliveredDelete,
     kFailed,
-    kInspect,
     kPark,
     kPurge,
     kStatements,
@@ -55,6 +55,11 @@ int saved_nest_level = 0;
     " AND w.retry_after < 'infinity' AND w.aggregate_type = e.aggregate_type"                      \
     " AND w.aggregate_id = e.aggregate_id AND w.seq < e.seq"                                       \
     " ORDER BY w.aggregate_type, w.aggregate_id, w.seq LIMIT 1)"
+
+// What tells whether a row is still as it was claimed.
+#define STATE_COLUMNS                                                                              \
+    "e.id, e.ctid, e.processed_at IS NOT NULL, e.attempts, e.retry_after,"                         \
+    " COALESCE(e.headers ->> 'outbox-replay' = 'true', false)"
 
 // Each %s is the schema.
 const char* const kSql[kStatements] = {
@@ -120,65 +125,41 @@ const char* const kSql[kStatements] = {
     "   ORDER BY e.aggregate_type, e.aggregate_id, e.seq LIMIT 1) n)"
     " SELECT t, a, r FROM walk LIMIT $3",
 
-    // kProbeLocks: $1 ctids
-    "SELECT e.ctid FROM pg_catalog.unnest($1) AS o(tid)"
-    " JOIN %s.outbox_events e ON e.ctid = o.tid FOR NO KEY UPDATE OF e SKIP LOCKED",
+    // kLock: $1 ctids. By ctid alone, here and below: a TID scan is the only plan there is.
+    "SELECT " STATE_COLUMNS " FROM %s.outbox_events e WHERE e.ctid = ANY ($1)"
+    " FOR NO KEY UPDATE SKIP LOCKED",
 
-    // kDelivered: $1 ctids, $2 ids, $3 replay marks
-    "UPDATE %s.outbox_events e SET processed_at = pg_catalog.now(), retry_after = NULL"
-    " FROM (SELECT r.ctid AS tid FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2),"
-    "  pg_catalog.unnest($3)) AS o(tid, id, replay)"
-    "  JOIN %s.outbox_events r ON r.ctid = o.tid AND r.id = o.id AND r.processed_at IS NULL"
-    "  AND COALESCE(pg_catalog.jsonb_exists(r.headers, 'outbox-replay'), false) = o.replay"
-    "  FOR NO KEY UPDATE OF r SKIP LOCKED) k"
-    " WHERE e.ctid = k.tid RETURNING e.id",
-
-    // kDeliveredDelete: the same
-    "DELETE FROM %s.outbox_events e"
-    " USING (SELECT r.ctid AS tid FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2),"
-    "  pg_catalog.unnest($3)) AS o(tid, id, replay)"
-    "  JOIN %s.outbox_events r ON r.ctid = o.tid AND r.id = o.id AND r.processed_at IS NULL"
-    "  AND COALESCE(pg_catalog.jsonb_exists(r.headers, 'outbox-replay'), false) = o.replay"
-    "  FOR UPDATE OF r SKIP LOCKED) k"
-    " WHERE e.ctid = k.tid RETURNING e.id",
-
-    // kFailed: $1 ctids, $2 ids, $3 attempts and $4 retry_after as claimed, $5-$7 what to record
-    "UPDATE %s.outbox_events e SET attempts = k.attempts, retry_after = k.retry_after,"
-    " last_error = k.error"
-    " FROM (SELECT r.ctid AS tid, o.attempts, o.retry_after, o.error"
-    "  FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3),"
-    "   pg_catalog.unnest($4), pg_catalog.unnest($5), pg_catalog.unnest($6),"
-    "   pg_catalog.unnest($7)) AS o(tid, id, was_attempts, was_retry, attempts, retry_after, error)"
-    "  JOIN %s.outbox_events r ON r.ctid = o.tid AND r.id = o.id AND r.processed_at IS NULL"
-    "  AND r.attempts = o.was_attempts AND r.retry_after IS NOT DISTINCT FROM o.was_retry"
-    "  FOR NO KEY UPDATE OF r SKIP LOCKED) k"
-    " WHERE e.ctid = k.tid RETURNING e.id",
+    // kLockForDelete: the same
+    "SELECT " STATE_COLUMNS " FROM %s.outbox_events e WHERE e.ctid = ANY ($1)"
+    " FOR UPDATE SKIP LOCKED",
 
     // kInspect: $1 ids
-    "SELECT e.id, e.ctid, e.processed_at IS NOT NULL, e.attempts, e.retry_after,"
-    " COALESCE(pg_catalog.jsonb_exists(e.headers, 'outbox-replay'), false)"
-    " FROM pg_catalog.unnest($1) AS o(id) JOIN %s.outbox_events e ON e.id = o.id",
+    "SELECT " STATE_COLUMNS " FROM %s.outbox_events e WHERE e.id = ANY ($1)",
 
-    // kPark: $1 ctids, $2 ids
-    "UPDATE %s.outbox_events e SET retry_after = '-infinity'"
-    " FROM (SELECT r.ctid AS tid FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2))"
-    "  AS o(tid, id)"
-    "  JOIN %s.outbox_events r ON r.ctid = o.tid AND r.id = o.id AND r.processed_at IS NULL"
-    "  AND (r.retry_after IS NULL OR (r.retry_after > '-infinity' AND r.retry_after < 'infinity'))"
-    "  FOR NO KEY UPDATE OF r SKIP LOCKED) k"
-    " WHERE e.ctid = k.tid",
+    // kDelivered: $1 ctids, locked
+    "UPDATE %s.outbox_events e SET processed_at = pg_catalog.now(), retry_after = NULL"
+    " WHERE e.ctid = ANY ($1) RETURNING e.id",
+
+    // kDeliveredDelete: $1 ctids, locked
+    "DELETE FROM %s.outbox_events e WHERE e.ctid = ANY ($1) RETURNING e.id",
+
+    // kFailed: $1 ctid, locked; $2-$4 what to record
+    "UPDATE %s.outbox_events e SET attempts = $2, retry_after = $3, last_error = $4"
+    " WHERE e.ctid = $1 RETURNING e.id",
+
+    // kPark: $1 ctids, locked
+    "UPDATE %s.outbox_events e SET retry_after = '-infinity' WHERE e.ctid = ANY ($1)",
 
     // kPurge: $1 from, $2 to, $3 delivered before, $4 limit
-    "DELETE FROM %s.outbox_events e"
-    " USING (SELECT r.ctid AS tid FROM %s.outbox_events r"
-    "  WHERE r.ctid >= $1 AND r.ctid < $2 AND r.processed_at < $3 LIMIT $4"
-    "  FOR UPDATE OF r SKIP LOCKED) k"
-    " WHERE e.ctid = k.tid",
+    "DELETE FROM %s.outbox_events e WHERE e.ctid = ANY (ARRAY("
+    "SELECT r.ctid FROM %s.outbox_events r"
+    " WHERE r.ctid >= $1 AND r.ctid < $2 AND r.processed_at < $3 LIMIT $4"
+    " FOR UPDATE SKIP LOCKED))",
 };
 
 struct ArgumentTypes {
     int count;
-    Oid types[7];
+    Oid types[4];
 };
 
 const ArgumentTypes kArguments[kStatements] = {
@@ -189,13 +170,12 @@ const ArgumentTypes kArguments[kStatements] = {
     {3, {TEXTARRAYOID, TEXTARRAYOID, INT8OID}},
     {3, {TEXTOID, TEXTOID, INT8OID}},
     {1, {TIDARRAYOID}},
-    {3, {TIDARRAYOID, UUIDARRAYOID, BOOLARRAYOID}},
-    {3, {TIDARRAYOID, UUIDARRAYOID, BOOLARRAYOID}},
-    {7,
-     {TIDARRAYOID, UUIDARRAYOID, INT4ARRAYOID, TIMESTAMPTZARRAYOID, INT4ARRAYOID,
-      TIMESTAMPTZARRAYOID, TEXTARRAYOID}},
+    {1, {TIDARRAYOID}},
     {1, {UUIDARRAYOID}},
-    {2, {TIDARRAYOID, UUIDARRAYOID}},
+    {1, {TIDARRAYOID}},
+    {1, {TIDARRAYOID}},
+    {4, {TIDOID, INT4OID, TIMESTAMPTZOID, TEXTOID}},
+    {1, {TIDARRAYOID}},
     {4, {TIDOID, TIDOID, TIMESTAMPTZOID, INT8OID}},
 };
 
@@ -276,8 +256,7 @@ std::uint64_t run(Statement statement, const Datum* values, RowHandler handler, 
     return SPI_processed;
 }
 
-// --- values
-// ---------------------------------------------------------------------------------------------------------
+// --- values ---
 
 Datum array_of(const Datum* values, std::size_t count, Oid type) {
     int16 length = 0;
@@ -286,18 +265,6 @@ Datum array_of(const Datum* values, std::size_t count, Oid type) {
     get_typlenbyvalalign(type, &length, &by_value, &align);
     return PointerGetDatum(construct_array(const_cast<Datum*>(values), static_cast<int>(count),
                                            type, length, by_value, align));
-}
-
-Datum array_with_nulls(const Datum* values, const bool* nulls, std::size_t count, Oid type) {
-    int16 length = 0;
-    bool by_value = false;
-    char align = 0;
-    get_typlenbyvalalign(type, &length, &by_value, &align);
-    int dimension = static_cast<int>(count);
-    int lower = 1;
-    return PointerGetDatum(construct_md_array(const_cast<Datum*>(values), const_cast<bool*>(nulls),
-                                              1, &dimension, &lower, type, length, by_value,
-                                              align));
 }
 
 Datum* datums(std::size_t count) {
@@ -366,8 +333,7 @@ bool has_rfc3339(TimestampTz at) {
     return at >= kYear1 && at < kYear10000;
 }
 
-// --- claims
-// ---------------------------------------------------------------------------------------------------------
+// --- claims ---
 
 // Numbers of a claim's columns; l.i comes before, `earlier` after them.
 enum Column : int {
@@ -386,6 +352,16 @@ enum Column : int {
     kHeaders,
     kRetryAfter,
     kEarlier,
+};
+
+// Numbers of STATE_COLUMNS.
+enum StateColumn : int {
+    kStateId,
+    kStateTid,
+    kStateProcessed,
+    kStateAttempts,
+    kStateRetryAfter,
+    kStateReplay,
 };
 
 struct ReadLane {
@@ -438,10 +414,9 @@ FlatRow read_head(TupleTableSlot* slot) {
     return row;
 }
 
-bool is_replay_mark(const JsonbValue& key) {
-    static const char mark[] = "outbox-replay";
-    return key.val.string.len == static_cast<int>(sizeof(mark) - 1) &&
-           std::memcmp(key.val.string.val, mark, sizeof(mark) - 1) == 0;
+bool json_string_is(const JsonbValue& value, const char* text) {
+    return value.val.string.len == static_cast<int>(std::strlen(text)) &&
+           std::memcmp(value.val.string.val, text, std::strlen(text)) == 0;
 }
 
 FlatText flat_json_string(const JsonbValue& value) {
@@ -471,7 +446,7 @@ void read_headers(Bridge* bridge, Datum datum) {
             (void)bridge->headers_invalid(kInvalid);
             return;
         }
-        if (is_replay_mark(key)) {
+        if (json_string_is(key, "outbox-replay") && json_string_is(value, "true")) {
             bridge->mark_replay();
         } else {
             (void)bridge->add_header(flat_json_string(key), flat_json_string(value));
@@ -595,7 +570,7 @@ Claim begin_claim(Bridge* bridge, core::Source source, std::size_t lanes, ClaimC
 
 bool on_free_row(void* context, TupleTableSlot* slot) {
     auto* claim = static_cast<Claim*>(context);
-    const core::RowVersion row = row_version(slot->tts_values[0], 0, true);
+    const core::RowVersion row = row_version(slot->tts_values[kStateTid], 0, true);
     for (std::size_t i = 0; i < claim->doubtful_count; ++i) {
         Doubtful& doubtful = claim->doubtful[i];
         doubtful.free =
@@ -614,7 +589,7 @@ void hold_locked(Claim* claim) {
         tids[i] = tid_datum(claim->doubtful[i].row);
     }
     const Datum values[] = {array_of(tids, claim->doubtful_count, TIDOID)};
-    run(kProbeLocks, values, on_free_row, claim);
+    run(kLock, values, on_free_row, claim);
     for (std::size_t i = 0; i < claim->doubtful_count; ++i) {
         const Doubtful& doubtful = claim->doubtful[i];
         if (!doubtful.free) {
@@ -643,8 +618,7 @@ Datum limits(const Bridge* bridge, std::size_t lanes, ReadLane* into) {
 
 } // namespace
 
-// --- table
-// ----------------------------------------------------------------------------------------------------------
+// --- table ---
 
 namespace {
 
@@ -729,8 +703,7 @@ void forget_statements() {
     }
 }
 
-// --- reading
-// --------------------------------------------------------------------------------------------------------
+// --- reading ---
 
 namespace {
 
@@ -914,8 +887,7 @@ void walk_orphans(Bridge* bridge, OrphanWalk* walk) {
     }
 }
 
-// --- recording
-// ------------------------------------------------------------------------------------------------------
+// --- recording ---
 
 namespace {
 
@@ -924,16 +896,20 @@ struct Recording {
     std::size_t first;
     std::size_t count;
     Recorded* outcomes;
+    bool* locked;     // by us, and as it was claimed
     std::size_t next; // where the next row's result probably is
 };
 
-// The result with that id that has no outcome yet. Rows come back mostly in the order they went in.
+net::Result& result_at(const Recording& recording, std::size_t index) {
+    return recording.bridge->result(recording.first + index);
+}
+
+// The result with that id that has no outcome yet.
 bool find_result(Recording* recording, const pg_uuid_t* id, std::size_t* index) {
     for (std::size_t tries = 0; tries < recording->count; ++tries) {
         const std::size_t i = (recording->next + tries) % recording->count;
-        const net::Result& result = recording->bridge->result(recording->first + i);
         if (recording->outcomes[i] == Recorded::no &&
-            std::memcmp(result.id.bytes.data(), id->data, UUID_LEN) == 0) {
+            std::memcmp(result_at(*recording, i).id.bytes.data(), id->data, UUID_LEN) == 0) {
             *index = i;
             recording->next = i + 1;
             return true;
@@ -942,99 +918,104 @@ bool find_result(Recording* recording, const pg_uuid_t* id, std::size_t* index) 
     return false;
 }
 
-bool on_recorded(void* context, TupleTableSlot* slot) {
+// Whether nobody touched what the result is about. A success stands whatever became of attempts and
+// retry_after, unless the row was replayed meanwhile: then the answer belongs to an earlier send.
+bool is_as_claimed(const net::Result& result, TupleTableSlot* slot) {
+    const Datum* values = slot->tts_values;
+    if (result.kind == net::ResultKind::delivered) {
+        return DatumGetBool(values[kStateReplay]) == result.replay;
+    }
+    const core::RowVersion row = row_version(values[kStateTid], values[kStateRetryAfter],
+                                             slot->tts_isnull[kStateRetryAfter]);
+    return DatumGetInt32(values[kStateAttempts]) == result.attempts_before &&
+           row.has_retry_after == result.row.has_retry_after &&
+           row.retry_after == result.row.retry_after;
+}
+
+bool on_locked(void* context, TupleTableSlot* slot) {
     auto* recording = static_cast<Recording*>(context);
-    std::size_t index = 0;
-    if (find_result(recording, DatumGetUUIDP(slot->tts_values[0]), &index)) {
-        const net::Result& result = recording->bridge->result(recording->first + index);
-        recording->outcomes[index] =
-            result.kind == net::ResultKind::retry ? Recorded::waiting : Recorded::closed;
+    std::size_t i = 0;
+    if (!find_result(recording, DatumGetUUIDP(slot->tts_values[kStateId]), &i)) {
+        return true; // another row took the place: ours is looked up by id
+    }
+    if (DatumGetBool(slot->tts_values[kStateProcessed])) {
+        recording->outcomes[i] = Recorded::closed;
+    } else if (is_as_claimed(result_at(*recording, i), slot)) {
+        recording->locked[i] = true;
+    } else {
+        recording->outcomes[i] = Recorded::changed;
     }
     return true;
 }
 
-void record_delivered(Recording& recording, Statement statement) {
-    Datum* tids = datums(recording.count);
-    Datum* ids = datums(recording.count);
-    Datum* replays = datums(recording.count);
+bool on_recorded(void* context, TupleTableSlot* slot) {
+    auto* recording = static_cast<Recording*>(context);
+    std::size_t i = 0;
+    if (find_result(recording, DatumGetUUIDP(slot->tts_values[0]), &i)) {
+        recording->outcomes[i] = result_at(*recording, i).kind == net::ResultKind::retry
+                                     ? Recorded::waiting
+                                     : Recorded::closed;
+    }
+    return true;
+}
+
+void lock_rows(Recording* recording, Statement statement) {
+    Datum* tids = datums(recording->count);
+    for (std::size_t i = 0; i < recording->count; ++i) {
+        tids[i] = tid_datum(result_at(*recording, i).row);
+    }
+    const Datum values[] = {array_of(tids, recording->count, TIDOID)};
+    run(statement, values, on_locked, recording);
+}
+
+void record_delivered(Recording* recording, Statement statement) {
+    Datum* tids = datums(recording->count);
     std::size_t n = 0;
-    for (std::size_t i = 0; i < recording.count; ++i) {
-        const net::Result& result = recording.bridge->result(recording.first + i);
-        if (result.kind == net::ResultKind::delivered) {
-            tids[n] = tid_datum(result.row);
-            ids[n] = uuid_datum(result.id);
-            replays[n++] = BoolGetDatum(result.replay);
+    for (std::size_t i = 0; i < recording->count; ++i) {
+        const net::Result& result = result_at(*recording, i);
+        if (recording->locked[i] && result.kind == net::ResultKind::delivered) {
+            tids[n++] = tid_datum(result.row);
         }
     }
-    if (n == 0) {
-        return;
+    if (n > 0) {
+        const Datum values[] = {array_of(tids, n, TIDOID)};
+        run(statement, values, on_recorded, recording);
     }
-    const Datum values[] = {array_of(tids, n, TIDOID), array_of(ids, n, UUIDOID),
-                            array_of(replays, n, BOOLOID)};
-    run(statement, values, on_recorded, &recording);
 }
 
 TimestampTz retry_at(const net::Result& result, TimestampTz now) {
     return result.kind == net::ResultKind::dead ? DT_NOEND : now + result.delay;
 }
 
-void record_failed(Recording& recording) {
+// One row a statement: the rate of failures is bounded by back-off.
+void record_failed(Recording* recording) {
     const TimestampTz now = GetCurrentTimestamp();
-    Datum* columns[7];
-    for (Datum*& column : columns) {
-        column = datums(recording.count);
-    }
-    bool* was_null = static_cast<bool*>(palloc(recording.count + 1));
-    std::size_t n = 0;
-    for (std::size_t i = 0; i < recording.count; ++i) {
-        const net::Result& result = recording.bridge->result(recording.first + i);
-        if (result.kind == net::ResultKind::delivered) {
+    for (std::size_t i = 0; i < recording->count; ++i) {
+        const net::Result& result = result_at(*recording, i);
+        if (!recording->locked[i] || result.kind == net::ResultKind::delivered) {
             continue;
         }
-        columns[0][n] = tid_datum(result.row);
-        columns[1][n] = uuid_datum(result.id);
-        columns[2][n] = Int32GetDatum(result.attempts_before);
-        columns[3][n] = TimestampTzGetDatum(result.row.retry_after);
-        was_null[n] = !result.row.has_retry_after;
-        columns[4][n] = Int32GetDatum(result.attempts);
-        columns[5][n] = TimestampTzGetDatum(retry_at(result, now));
-        columns[6][n++] = error_datum(result.error.data(), result.error.size());
-    }
-    if (n == 0) {
-        return;
-    }
-    const Datum values[] = {
-        array_of(columns[0], n, TIDOID),  array_of(columns[1], n, UUIDOID),
-        array_of(columns[2], n, INT4OID), array_with_nulls(columns[3], was_null, n, TIMESTAMPTZOID),
-        array_of(columns[4], n, INT4OID), array_of(columns[5], n, TIMESTAMPTZOID),
-        array_of(columns[6], n, TEXTOID)};
-    run(kFailed, values, on_recorded, &recording);
-    // A retry has to be looked for when it is due.
-    for (std::size_t i = 0; i < recording.count; ++i) {
-        const net::Result& result = recording.bridge->result(recording.first + i);
+        const TimestampTz at = retry_at(result, now);
+        const Datum values[] = {tid_datum(result.row), Int32GetDatum(result.attempts),
+                                TimestampTzGetDatum(at),
+                                error_datum(result.error.data(), result.error.size())};
+        run(kFailed, values, on_recorded, recording);
         if (result.kind == net::ResultKind::retry) {
-            (void)recording.bridge->waits_until(
-                {result.aggregate_type.data(), result.aggregate_type.size()},
-                retry_at(result, now));
+            (void)recording->bridge->waits_until(
+                {result.aggregate_type.data(), result.aggregate_type.size()}, at);
         }
     }
 }
 
-// What happened to a row whose result could not be recorded where it was claimed.
+// A row that was not found, or not free, where it was claimed.
 Recorded judge_unrecorded(net::Result& result, TupleTableSlot* slot) {
-    const Datum* values = slot->tts_values;
-    if (DatumGetBool(values[2])) {
+    if (DatumGetBool(slot->tts_values[kStateProcessed])) {
         return Recorded::closed;
     }
-    const core::RowVersion now = row_version(values[1], values[4], slot->tts_isnull[4]);
-    const bool as_claimed = result.kind == net::ResultKind::delivered
-                                ? DatumGetBool(values[5]) == result.replay
-                                : DatumGetInt32(values[3]) == result.attempts_before &&
-                                      now.has_retry_after == result.row.has_retry_after &&
-                                      now.retry_after == result.row.retry_after;
-    if (!as_claimed) {
+    if (!is_as_claimed(result, slot)) {
         return Recorded::changed;
     }
+    const core::RowVersion now = row_version(slot->tts_values[kStateTid], 0, true);
     if (now.block == result.row.block && now.offset == result.row.offset) {
         return Recorded::locked;
     }
@@ -1045,30 +1026,29 @@ Recorded judge_unrecorded(net::Result& result, TupleTableSlot* slot) {
 
 bool on_inspected(void* context, TupleTableSlot* slot) {
     auto* recording = static_cast<Recording*>(context);
-    std::size_t index = 0;
-    if (find_result(recording, DatumGetUUIDP(slot->tts_values[0]), &index)) {
-        recording->outcomes[index] =
-            judge_unrecorded(recording->bridge->result(recording->first + index), slot);
+    std::size_t i = 0;
+    if (find_result(recording, DatumGetUUIDP(slot->tts_values[kStateId]), &i)) {
+        recording->outcomes[i] = judge_unrecorded(result_at(*recording, i), slot);
     }
     return true;
 }
 
-void inspect_unrecorded(Recording& recording) {
-    Datum* ids = datums(recording.count);
+void inspect_unrecorded(Recording* recording) {
+    Datum* ids = datums(recording->count);
     std::size_t n = 0;
-    for (std::size_t i = 0; i < recording.count; ++i) {
-        if (recording.outcomes[i] == Recorded::no) {
-            ids[n++] = uuid_datum(recording.bridge->result(recording.first + i).id);
+    for (std::size_t i = 0; i < recording->count; ++i) {
+        if (recording->outcomes[i] == Recorded::no) {
+            ids[n++] = uuid_datum(result_at(*recording, i).id);
         }
     }
     if (n == 0) {
         return;
     }
     const Datum values[] = {array_of(ids, n, UUIDOID)};
-    run(kInspect, values, on_inspected, &recording);
-    for (std::size_t i = 0; i < recording.count; ++i) {
-        if (recording.outcomes[i] == Recorded::no) {
-            recording.outcomes[i] = Recorded::closed; // the row is gone
+    run(kInspect, values, on_inspected, recording);
+    for (std::size_t i = 0; i < recording->count; ++i) {
+        if (recording->outcomes[i] == Recorded::no) {
+            recording->outcomes[i] = Recorded::closed; // the row is gone
         }
     }
 }
@@ -1080,28 +1060,59 @@ void record_results(Bridge* bridge, std::size_t first, std::size_t count, bool d
     for (std::size_t i = 0; i < count; ++i) {
         outcomes[i] = Recorded::no;
     }
-    Recording recording = {bridge, first, count, outcomes, 0};
-    record_delivered(recording, delete_delivered ? kDeliveredDelete : kDelivered);
-    record_failed(recording);
-    inspect_unrecorded(recording);
+    auto* locked = static_cast<bool*>(palloc0(count + 1));
+    Recording recording = {bridge, first, count, outcomes, locked, 0};
+    lock_rows(&recording, delete_delivered ? kLockForDelete : kLock);
+    record_delivered(&recording, delete_delivered ? kDeliveredDelete : kDelivered);
+    record_failed(&recording);
+    inspect_unrecorded(&recording);
 }
 
-void park_rows(Bridge* bridge, std::size_t first, std::size_t count) {
+namespace {
+
+struct Parkable {
+    core::RowVersion* rows;
+    std::size_t count;
+};
+
+bool on_parkable(void* context, TupleTableSlot* slot) {
+    auto* parkable = static_cast<Parkable*>(context);
+    const bool pending = !DatumGetBool(slot->tts_values[kStateProcessed]);
+    const bool ready = slot->tts_isnull[kStateRetryAfter];
+    const TimestampTz retry_after =
+        ready ? 0 : DatumGetTimestampTz(slot->tts_values[kStateRetryAfter]);
+    if (pending && (ready || !TIMESTAMP_NOT_FINITE(retry_after))) {
+        parkable->rows[parkable->count++] = row_version(slot->tts_values[kStateTid], 0, true);
+    }
+    return true;
+}
+
+} // namespace
+
+// A row that took the place of one to park is parked in its stead: the walk over waiting aggregates
+// frees it again.
+void park_rows(Bridge* bridge, std::size_t count) {
     if (count == 0) {
         return;
     }
     Datum* tids = datums(count);
-    Datum* ids = datums(count);
     for (std::size_t i = 0; i < count; ++i) {
-        tids[i] = tid_datum(bridge->parking(first + i).row);
-        ids[i] = uuid_datum(bridge->parking(first + i).id);
+        tids[i] = tid_datum(bridge->parking(i).row);
     }
-    const Datum values[] = {array_of(tids, count, TIDOID), array_of(ids, count, UUIDOID)};
-    run(kPark, values, nullptr, nullptr);
+    Parkable parkable = {static_cast<core::RowVersion*>(palloc(count * sizeof(core::RowVersion))),
+                         0};
+    const Datum candidates[] = {array_of(tids, count, TIDOID)};
+    run(kLock, candidates, on_parkable, &parkable);
+    for (std::size_t i = 0; i < parkable.count; ++i) {
+        tids[i] = tid_datum(parkable.rows[i]);
+    }
+    if (parkable.count > 0) {
+        const Datum values[] = {array_of(tids, parkable.count, TIDOID)};
+        run(kPark, values, nullptr, nullptr);
+    }
 }
 
-// --- retention
-// ------------------------------------------------------------------------------------------------------
+// --- retention ---
 
 std::uint64_t purge_step(const Table& table, BlockNumber* block, int age_s, int most) {
     constexpr BlockNumber kStretch = 64;

@@ -35,8 +35,7 @@ void end_statements();
 // Drops prepared statements; after an error, or when the table changed.
 void forget_statements();
 
-// --- reading
-// --------------------------------------------------------------------------------------------------------
+// --- reading ---
 
 // The row whose payload a claim was reading; known when that raised.
 struct Offender {
@@ -76,8 +75,7 @@ struct OrphanWalk {
 // One bounded step: aggregates whose first waiting row is parked are told to the bridge.
 void walk_orphans(Bridge* bridge, OrphanWalk* walk);
 
-// --- recording
-// ------------------------------------------------------------------------------------------------------
+// --- recording ---
 
 // What became of one result of the batch.
 enum class Recorded : std::uint8_t { no, closed, waiting, changed, locked, moved };
@@ -87,11 +85,11 @@ enum class Recorded : std::uint8_t { no, closed, waiting, changed, locked, moved
 // transaction commits.
 void record_results(Bridge* bridge, std::size_t first, std::size_t count, bool delete_delivered,
                     Recorded* outcomes);
-// Sets retry_after = -infinity on the rows [first, first + count) of the bridge's parking list.
-void park_rows(Bridge* bridge, std::size_t first, std::size_t count);
+// Sets retry_after = -infinity on the first `count` rows of the bridge's parking list, where they
+// are pending and free.
+void park_rows(Bridge* bridge, std::size_t count);
 
-// --- retention
-// ------------------------------------------------------------------------------------------------------
+// --- retention ---
 
 // Deletes delivered and discarded rows older than `age_s` from a stretch of the table's blocks; at
 // most `most`. Returns how many. *block is where to start and, after, where to go on; 0 when the

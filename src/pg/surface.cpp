@@ -74,7 +74,9 @@ Relay read_relay() {
     relay.since = shared->launcher_since.load();
     read_workers(&relay);
     if (relay.workers == 0) {
-        relay.state = state_without_workers(find_database(MyDatabaseId));
+        const DatabaseSlot* slot = find_database(MyDatabaseId);
+        relay.state = state_without_workers(slot);
+        relay.since = slot == nullptr ? relay.since : slot->without_workers_since.load();
     }
     return relay;
 }

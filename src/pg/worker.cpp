@@ -87,8 +87,7 @@ Micros steady_now() {
     return static_cast<Micros>(now.tv_sec) * kSecond + now.tv_nsec / 1000;
 }
 
-// --- shared state
-// -----------------------------------------------------------------------------------------------------
+// --- shared state ---
 
 void set_last_error(const char* text) {
     SpinLockAcquire(&self.slot->error_lock);
@@ -161,8 +160,7 @@ void attach(int index) {
     }
 }
 
-// --- settings
-// ---------------------------------------------------------------------------------------------------------
+// --- settings ---
 
 struct HeaderList {
     const char** names;
@@ -267,8 +265,7 @@ void override_settings() {
     }
 }
 
-// --- transactions
-// -----------------------------------------------------------------------------------------------------
+// --- transactions ---
 
 typedef void (*Work)(void* context);
 
@@ -351,8 +348,7 @@ void find_extension() {
     forget_statements();
 }
 
-// --- a turn
-// -----------------------------------------------------------------------------------------------------------
+// --- a turn ---
 
 // What one turn's transaction does.
 struct Turn {
@@ -384,7 +380,7 @@ void claim_work(void* context) {
     claim_followers(self.bridge, &turn->counts);
     claim_due(self.bridge, factor, &turn->counts);
     claim_ready(self.bridge, factor, &turn->counts);
-    park_rows(self.bridge, 0, self.bridge->take_parking());
+    park_rows(self.bridge, self.bridge->take_parking());
 }
 
 void whole_turn(void* context) {
@@ -395,7 +391,7 @@ void whole_turn(void* context) {
     if (turn->claim) {
         claim_work(context);
     } else {
-        park_rows(self.bridge, 0, self.bridge->take_parking());
+        park_rows(self.bridge, self.bridge->take_parking());
     }
 }
 
@@ -573,8 +569,7 @@ void run_turn(bool claim) {
     }
 }
 
-// --- retention
-// --------------------------------------------------------------------------------------------------------
+// --- retention ---
 
 void purge_work(void* context) {
     *static_cast<std::uint64_t*>(context) =
@@ -607,8 +602,7 @@ void purge() {
     self.purge_cost = 0;
 }
 
-// --- what changed
-// -----------------------------------------------------------------------------------------------------
+// --- what changed ---
 
 void look_at_everything() {
     (void)self.bridge->rescan();
@@ -733,8 +727,7 @@ void leave_when_done() {
     }
 }
 
-// --- the loop
-// ---------------------------------------------------------------------------------------------------------
+// --- the loop ---
 
 bool wants_claim() {
     if (!self.bridge->has_target() || self.stop_deadline != 0) {

@@ -147,7 +147,7 @@ wait_until() {
     shift
     until "$@"; do
         [ "$(now_us)" -lt "$deadline" ] || return 1
-        sleep 0.05
+        sleep 0.1
     done
 }
 

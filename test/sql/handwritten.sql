@@ -10,7 +10,7 @@ SET ROLE regress_outbox_app;
 -- types of parameters are inferred, as for a driver that prepares statements
 PREPARE insert_event AS
     INSERT INTO outbox_events (aggregate_type, aggregate_id, event_type, payload) VALUES ($1, $2, $3, $4);
-PREPARE fetch AS
+PREPARE fetch_pending AS
     SELECT id, aggregate_type, aggregate_id, event_type, payload FROM outbox_events WHERE processed_at IS NULL AND attempts < $1 ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED;
 PREPARE mark_processed AS
     UPDATE outbox_events SET processed_at = now() WHERE id = $1;
@@ -51,24 +51,23 @@ WHERE o.id = e.id;
 
 -- one turn of the relay: claim, publish, mark or count
 BEGIN;
-EXECUTE fetch(2, 3);
+EXECUTE fetch_pending(2, 3);
 EXECUTE mark_processed('00000000-0000-0000-0000-000000000001');
 EXECUTE increment_attempts('00000000-0000-0000-0000-000000000002');
-\echo :ROW_COUNT
 COMMIT;
 EXECUTE count_pending;
 BEGIN;
-EXECUTE fetch(2, 50);
+EXECUTE fetch_pending(2, 50);
 EXECUTE increment_attempts('00000000-0000-0000-0000-000000000002');
 COMMIT;
 -- two attempts are too many
-EXECUTE fetch(2, 50);
+EXECUTE fetch_pending(2, 50);
 EXECUTE count_pending;
 -- a turn that broke off did nothing
 BEGIN;
 EXECUTE mark_processed('00000000-0000-0000-0000-000000000003');
 ROLLBACK;
-SELECT id, attempts, processed_at IS NOT NULL AS processed FROM outbox_events ORDER BY seq;
+SELECT id, attempts, processed_at IS NOT NULL AS processed, retry_after, last_error FROM outbox_events ORDER BY seq;
 
 -- the receiver's inbox
 EXECUTE accept_event('00000000-0000-0000-0000-000000000001');
