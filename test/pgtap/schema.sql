@@ -188,7 +188,7 @@ INSERT INTO wanted VALUES
     ('outbox_state', 'e outbox_events', 'text', 'sql', 's', true, false, 's', false),
     ('outbox_wake', '', 'void', 'c', 'v', false, false, 'u', false),
     ('outbox_replay', 'id uuid', 'boolean', 'plpgsql', 'v', false, true, 'u', false),
-    ('outbox_accept', 'event_id uuid', 'boolean', 'plpgsql', 'v', true, false, 'u', false),
+    ('outbox_accept', 'event_id uuid', 'boolean', 'plpgsql', 'v', false, true, 'u', false),
     ('outbox_relay', 'OUT state text, OUT workers integer, OUT in_flight integer, OUT last_error text, OUT since timestamp with time zone',
                      'record', 'c', 'v', false, false, 'u', false),
     ('outbox_workers', 'OUT ordinal integer, OUT pid integer, OUT status text, OUT state text, OUT started_at timestamp with time zone, '
