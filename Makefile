@@ -35,6 +35,10 @@ override with_llvm = no
 PGXS := $(shell $(PG_CONFIG) --pgxs)
 include $(PGXS)
 -include $(SOURCES:.cpp=.d)
+ifneq ($(findstring clang,$(CXX)),)
+# The server's flags are of the compiler that built it.
+override CXXFLAGS := $(filter-out -Wimplicit-fallthrough=% -Wcast-function-type,$(CXXFLAGS))
+endif
 
 else
 

@@ -179,7 +179,7 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION @extschema@.outbox_replay(pg_catalog.uuid) IS
-    'Sends a dead or delivered event again, with the same id and the header outbox-replay: true. False for a pending or unknown one; null gives false.';
+    'Sends a dead, discarded or delivered event again, with the same id and the header outbox-replay: true. False for a pending or unknown one; null gives false.';
 
 CREATE FUNCTION @extschema@.outbox_relay(
     OUT state pg_catalog.text, OUT workers pg_catalog.int4, OUT in_flight pg_catalog.int4,

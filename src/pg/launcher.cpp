@@ -23,7 +23,7 @@ constexpr int kMaxProbes = 2;       // databases looked into at once
 
 volatile sig_atomic_t stop_requested = 0;
 
-void on_sigterm(SIGNAL_ARGS) {
+void on_sigterm([[maybe_unused]] SIGNAL_ARGS) {
     const int saved_errno = errno;
     stop_requested = 1;
     SetLatch(MyLatch);
@@ -146,6 +146,7 @@ void reap(WorkerSlot& worker) {
         case WorkerExit::failed:
         case WorkerExit::stopped:
             count_failure(slot, worker);
+            next_reconcile = 0; // the database may be gone
             break;
         }
     }

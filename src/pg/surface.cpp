@@ -56,7 +56,9 @@ const char* state_without_workers(const DatabaseSlot* slot) {
     if (settings.databases[0] == '\0') {
         return "stopped by outbox.databases";
     }
-    if (slot != nullptr && !slot->wanted) {
+    const bool wanted =
+        slot == nullptr ? database_wanted(get_database_name(MyDatabaseId), false) : slot->wanted;
+    if (!wanted) {
         return "database not in outbox.databases";
     }
     if (slot != nullptr && slot->no_free_slot) {

@@ -30,6 +30,7 @@ constexpr Micros kNoRoomRetry = 20 * kMillisecond;
 constexpr Micros kMaxTurnBackOff = 30 * kSecond;
 constexpr int kMaxUnreadable = 50; // rows set aside in one turn
 constexpr int kPurgeRows = 1'000;
+constexpr Micros kPurgeRetry = 30 * kSecond;
 constexpr std::uint32_t kManyFailures = 5; // in a row: the endpoint as a whole
 
 // Everything a worker knows. Plain data; what has destructors is behind the bridge.
@@ -70,7 +71,7 @@ volatile sig_atomic_t in_statement = 0;
 
 // Ends the loop; a statement under way is cancelled, so that shutdown never waits for a user's
 // trigger.
-void on_sigterm(SIGNAL_ARGS) {
+void on_sigterm([[maybe_unused]] SIGNAL_ARGS) {
     const int saved_errno = errno;
     stop_requested = 1;
     if (in_statement != 0) {
@@ -590,7 +591,14 @@ void purge() {
     const Micros now = steady_now();
     self.purge_cost += now - start;
     if (result != Attempt::done) {
-        self.next_purge = now + 10 * kSecond;
+        self.next_purge = now + kPurgeRetry;
+        if (result == Attempt::failed) {
+            set_last_error(self.error);
+            ereport(LOG,
+                    (errmsg("outbox: delivered events cannot be deleted, next try in %lld s: %s",
+                            static_cast<long long>(kPurgeRetry / kSecond), self.error),
+                     errhidestmt(true)));
+        }
         return;
     }
     if (self.purge_block != 0) {

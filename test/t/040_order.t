@@ -4,6 +4,8 @@
 use strict;
 use warnings;
 
+use IPC::Run ();
+use PostgreSQL::Test::Utils ();
 use Test::More;
 
 use OutboxTest;
@@ -46,8 +48,22 @@ sub fresh
     return;
 }
 
-# The aggregate ids of what arrived, e.g. for one event type.
-sub arrivals { my ($filter) = @_; return map { $_->{headers}{'ce-partitionkey'}[0] } $receiver->log($filter) }
+my $scripts = PostgreSQL::Test::Utils::tempdir();
+my $script_number = 0;
+
+sub script
+{
+    my (@lines) = @_;
+    my $file = "$scripts/" . ++$script_number . '.sql';
+    PostgreSQL::Test::Utils::append_to_file($file, join '', map { "$_\n" } @lines);
+    return $file;
+}
+
+sub pgbench
+{
+    my ($script, @options) = @_;
+    return ('pgbench', '-n', '-h', $node->host, '-p', $node->port, '-f', $script, @options, 'postgres');
+}
 
 # ---------------------------------------------------------------------------------------------------------
 # Many workers
@@ -67,16 +83,15 @@ subtest 'four workers neither overtake each other nor do the work twice' => sub 
 
 subtest 'writers in parallel that lock what they write about' => sub {
     sql('CREATE TABLE business (id int PRIMARY KEY, n int NOT NULL); INSERT INTO business SELECT i, 0 FROM generate_series(0, 19) i');
-    my $script = PostgreSQL::Test::Utils::tempdir() . '/writers.sql';
-    PostgreSQL::Test::Utils::append_to_file($script, join "\n",
-        '\set id random(0, 19)', '\set other random(0, 19)', 'BEGIN;',
+    my $script = script(
+        '\set id random(0, 19)',
+        'BEGIN;',
         'UPDATE business SET n = n + 1 WHERE id = :id;',
-        q(INSERT INTO outbox_events (aggregate_type, aggregate_id, event_type, payload)
-            SELECT 'business', id, 'e', jsonb_build_object('n', n) FROM business WHERE id = :id;) =~ s/\n\s*/ /r,
-        'COMMIT;', '');
+        q(INSERT INTO outbox_events (aggregate_type, aggregate_id, event_type, payload) )
+          . q(SELECT 'business', id, 'e', jsonb_build_object('n', n) FROM business WHERE id = :id;),
+        'COMMIT;');
     $receiver->default(delay_ms => [ 0, 5 ]);
-    $node->command_ok([ 'pgbench', '-n', '-h', $node->host, '-p', $node->port, '-c', 8, '-j', 2, '-t', 150, '-f', $script, 'postgres' ],
-        'eight writers');
+    $node->command_ok([ pgbench($script, '-c', 8, '-j', 2, '-t', 150) ], 'eight writers');
     $receiver->wait_requests(1200, answered => 1, desc => '1 200 events arrive without a poll');
     wait_drained($node);
     one_at_a_time_in_order_once(1200);
@@ -92,22 +107,29 @@ subtest 'writers in parallel that lock what they write about' => sub {
 
 subtest 'workers that come and go lose nothing, send nothing twice, and keep the order' => sub {
     $receiver->default(@slow);
-    my $total = 0;
-    for my $workers (1, 3, 4, 2, 4)
+    my $total = 4000;
+    my $script = script(
+        '\set id random(1, 200)',
+        q(INSERT INTO outbox_events (aggregate_type, aggregate_id, event_type, payload) VALUES ('order', :id, 'e', '{}');));
+    # One writer, so that the numbers are in order of commit; events keep coming while the workers change.
+    my $writer = IPC::Run::start([ pgbench($script, '-c', 1, '-t', $total, '-R', 300) ], '>', "$scripts/out", '2>&1');
+    my $changes = 0;
+    for my $workers ((1, 3, 4, 2, 4) x 4)
     {
-        publish($node, n => 800, aggregates => 200);
-        $total += 800;
+        last if $changes >= 5 && !$writer->pumpable;
         my $before = $receiver->requests;
         reload($node, 'outbox.workers' => $workers);
         wait_workers($node, $workers, desc => "$workers work now");
-        my $after = $receiver->requests;
-        note "the change took from the ${before}th to the ${after}th request, of $total";
-        wait_sql($node, 'postgres', q(SELECT string_agg(ordinal::text, ',' ORDER BY ordinal) FROM outbox_workers() WHERE status = 'running'),
-            join(',', 0 .. $workers - 1), desc => '... with the numbers that belong to it');
+        $changes++ if $receiver->requests < $total;
+        note "from the ${before}th to the " . $receiver->requests . 'th request';
     }
+    ok($writer->finish, 'the writer') or diag PostgreSQL::Test::Utils::slurp_file("$scripts/out");
+    cmp_ok($changes, '>=', 3, "the workers changed $changes times while events came");
     $receiver->wait_requests($total, answered => 1);
     wait_drained($node);
     one_at_a_time_in_order_once($total);
+    reload($node, 'outbox.workers' => 4);
+    wait_workers($node, 4);
     publish($node, n => 64, aggregates => 64);
     $receiver->wait_requests($total + 64, desc => 'no bucket is left without a worker');
     wait_drained($node);

@@ -27,7 +27,8 @@ sub fresh
 # A backlog that takes some two seconds: the receiver answers slowly, 64 at once.
 sub slow_backlog
 {
-    $receiver->rule(delay_ms => [ 20, 300 ]);
+    my ($delay_ms) = @_;
+    $receiver->rule(delay_ms => $delay_ms // [ 20, 300 ]);
     my @ids = publish($node, n => 800, aggregates => 200);
     $receiver->wait_requests(70);
     return @ids;
@@ -223,16 +224,15 @@ subtest 'a storm of reloads disturbs nothing' => sub {
 
 subtest 'reloads that change the number of workers under load neither repeat nor reorder' => sub {
     fresh();
-    my @ids = slow_backlog();
+    my @ids = slow_backlog([ 10, 100 ]);
     my $reloads = 0;
     wait_for('drained under changing settings',
         sub {
             $reloads++;
-            set_conf($node, 'outbox.workers' => 1 + $reloads % 4, 'outbox.max_in_flight' => 4 << $reloads % 5, 'outbox.batch_size' => 1 + 37 * ($reloads % 3));
-            $node->safe_psql('postgres', 'SELECT pg_reload_conf()');
-            return count_pending($node) == 0;
+            set_conf($node, 'outbox.workers' => 1 + $reloads % 4, 'outbox.max_in_flight' => 8 << $reloads % 3, 'outbox.batch_size' => 1 + 37 * ($reloads % 3));
+            return $node->safe_psql('postgres', 'SELECT pg_reload_conf() AND NOT EXISTS (SELECT FROM outbox_events WHERE processed_at IS NULL)') eq 't';
         },
-        interval => 0.05);
+        interval => 0.01);
     note "$reloads reloads";
     all_well(@ids);
     fresh(map { $_ => undef } qw(outbox.workers outbox.max_in_flight outbox.batch_size));
