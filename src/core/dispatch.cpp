@@ -130,7 +130,8 @@ void Dispatcher::admit(Event&& event, Source source) {
                                  [](const Item* other) { return other->event.seq; });
     aggregate.queue.insert(place, item.get());
     // A row that waited may have others waiting behind it.
-    aggregate.waiting = aggregate.waiting || source != Source::ready;
+    item->waited = source != Source::ready;
+    aggregate.waiting = aggregate.waiting || item->waited;
     aggregate.lane->bytes += item->bytes;
     bytes_ += item->bytes;
     ++aggregate.lane->events;
@@ -207,13 +208,12 @@ const Event* Dispatcher::next() {
     const std::size_t free = limits_.max_in_flight - in_flight_;
     for (std::size_t turns = runnable_.size(); turns > 0; --turns) {
         Lane* lane = runnable_.front();
-        runnable_.pop_front();
-        lane->runnable_listed = false;
+        runnable_.pop_front(); // it stays listed while it is looked at, so that nobody forgets it
         const Event* event = lane->in_flight < free ? start_one(*lane) : nullptr;
         if (!lane->runnable.empty()) {
-            lane->runnable_listed = true;
             runnable_.push_back(lane);
         } else {
+            lane->runnable_listed = false;
             forget_if_empty(*lane);
         }
         if (event != nullptr) {
@@ -297,6 +297,7 @@ void Dispatcher::settled(const Uuid& id, Settled how) {
 void Dispatcher::drop_queue(Aggregate& aggregate) {
     while (!aggregate.queue.empty()) {
         const Uuid id = aggregate.queue.back()->event.id;
+        aggregate.waiting = aggregate.waiting || aggregate.queue.back()->waited;
         aggregate.queue.pop_back();
         --queued_;
         forget(id);
@@ -305,7 +306,7 @@ void Dispatcher::drop_queue(Aggregate& aggregate) {
 
 void Dispatcher::park_queue(Aggregate& aggregate) {
     for (const Item* item : aggregate.queue) {
-        parking_.push_back({item->event.id, item->event.row});
+        parking_.push_back({item->event.row, item->event.aggregate_type, item->event.aggregate_id});
     }
     drop_queue(aggregate);
 }
@@ -410,7 +411,6 @@ void Dispatcher::set_buckets(BucketMask mine) {
     for (Aggregate* aggregate : dropped) {
         drop_queue(*aggregate);
         aggregate->wanted = false;
-        aggregate->waiting = false;
         if (aggregate->held) {
             aggregate->held = false;
             --holds_;

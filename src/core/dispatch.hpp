@@ -106,8 +106,9 @@ class Dispatcher {
     void release_payload(const Uuid& id) noexcept;
 
     struct Parking {
-        Uuid id;
         RowVersion row;
+        std::string aggregate_type;
+        std::string aggregate_id;
     };
     // Events dropped from memory that must be parked in the table, since their head waits now.
     [[nodiscard]] std::vector<Parking> take_parking() noexcept;
@@ -157,6 +158,7 @@ class Dispatcher {
         Aggregate* aggregate = nullptr;
         std::size_t bytes = 0;
         Stage stage = Stage::queued;
+        bool waited = false; // its row waits in the table, too
     };
     struct Aggregate {
         Lane* lane = nullptr;

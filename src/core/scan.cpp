@@ -63,18 +63,17 @@ void Scan::rescan() {
 }
 
 void Scan::add_late(Lane& lane, SeqRange range) {
-    for (SeqRange& known : lane.late) {
-        if (range.after <= known.upto && known.after <= range.upto) {
-            known = {std::min(known.after, range.after), std::max(known.upto, range.upto)};
-            return;
+    // Lowest first, and none touches another: what committed earlier is never passed.
+    std::erase_if(lane.late, [&range](const SeqRange& known) {
+        const bool touches = range.after <= known.upto && known.after <= range.upto;
+        if (touches) {
+            range = {std::min(known.after, range.after), std::max(known.upto, range.upto)};
         }
-    }
-    lane.late.push_back(range);
+        return touches;
+    });
+    lane.late.insert(std::ranges::upper_bound(lane.late, range.after, {}, &SeqRange::after), range);
     if (lane.late.size() > kMaxLateRanges) {
-        SeqRange all = lane.late.front();
-        for (const SeqRange& known : lane.late) {
-            all = {std::min(all.after, known.after), std::max(all.upto, known.upto)};
-        }
+        const SeqRange all = {lane.late.front().after, lane.late.back().upto};
         lane.late.assign(1, all);
     }
 }

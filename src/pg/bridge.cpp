@@ -150,6 +150,13 @@ void Bridge::due_read(std::size_t index, bool has_next, Micros next) noexcept {
     });
 }
 
+bool Bridge::unread_after(std::string_view lane, std::int64_t* seq) const noexcept {
+    std::optional<core::SeqRange> wanted;
+    (void)run([&] { wanted = delivery_->scan().wanted(lane); });
+    *seq = wanted ? wanted->after : core::kAfterAll;
+    return wanted.has_value();
+}
+
 bool Bridge::wants_ready() const noexcept {
     const core::Dispatcher& dispatcher = delivery_->dispatcher();
     return delivery_->scan().any_wanted(
@@ -226,7 +233,8 @@ bool Bridge::admit(FlatText payload, core::Source source) noexcept {
 bool Bridge::parked(const FlatRow& row) noexcept {
     return run([&] {
         delivery_->dispatcher().parked(view(row.aggregate_type), view(row.aggregate_id));
-        parking_.push_back({uuid_of(row), row.row});
+        parking_.push_back(
+            {row.row, std::string{view(row.aggregate_type)}, std::string{view(row.aggregate_id)}});
     });
 }
 
@@ -278,7 +286,7 @@ bool Bridge::wants_followers() const noexcept {
 std::size_t Bridge::take_parking() noexcept {
     (void)run([&] {
         for (auto& parking : delivery_->dispatcher().take_parking()) {
-            parking_.push_back(parking);
+            parking_.push_back(std::move(parking));
         }
     });
     return parking_.size();

@@ -88,6 +88,8 @@ class Bridge {
     void ready_read_to(std::size_t index, std::int64_t seq) noexcept;
     void ready_read_whole(std::size_t index, bool has_last, std::int64_t last) noexcept;
     void due_read(std::size_t index, bool has_next, core::Micros next) noexcept;
+    // Whether ready rows of the lane are still unread, and after which seq they may lie.
+    [[nodiscard]] bool unread_after(std::string_view lane, std::int64_t* seq) const noexcept;
     [[nodiscard]] bool wants_ready() const noexcept;
     [[nodiscard]] bool wants_due(core::Micros now) const noexcept;
     // The next retry of any lane; false when there is none.

@@ -369,7 +369,7 @@ struct ReadLane {
     std::size_t limit;
     std::int64_t last_seq;
     bool stopped;  // a row had no room: read it again later
-    bool no_room;  // stopped for want of room
+    bool no_room;  // stopped for a reason that passes
     bool followed; // followers: a row was admitted
 };
 
@@ -546,9 +546,18 @@ bool on_claimed_row(void* context, TupleTableSlot* slot) {
 // own.
 bool on_follower(void* context, TupleTableSlot* slot) {
     auto* claim = static_cast<Claim*>(context);
-    ReadLane* lane = &claim->lanes[DatumGetInt64(slot->tts_values[kLane]) - 1];
-    if (!lane->stopped &&
-        !TIMESTAMP_IS_NOBEGIN(DatumGetTimestampTz(slot->tts_values[kRetryAfter]))) {
+    const std::int64_t index = DatumGetInt64(slot->tts_values[kLane]) - 1;
+    ReadLane* lane = &claim->lanes[index];
+    if (lane->stopped) {
+        return claim->lanes_stopped < claim->lane_count;
+    }
+    const auto& name = claim->bridge->follower(static_cast<std::size_t>(index));
+    std::int64_t unread_after = 0;
+    if (claim->bridge->unread_after(name.aggregate_type, &unread_after) &&
+        DatumGetInt64(slot->tts_values[kSeq]) > unread_after) {
+        lane->no_room = true; // not yet: come again
+        stop_lane(claim, lane);
+    } else if (!TIMESTAMP_IS_NOBEGIN(DatumGetTimestampTz(slot->tts_values[kRetryAfter]))) {
         stop_lane(claim, lane);
     }
     return on_claimed_row(context, slot);
@@ -1071,43 +1080,71 @@ void record_results(Bridge* bridge, std::size_t first, std::size_t count, bool d
 namespace {
 
 struct Parkable {
-    core::RowVersion* rows;
+    core::RowVersion* seen; // rows that nobody else holds, by ctid
+    std::size_t seen_count;
+    Datum* tids; // those of them that can be parked
     std::size_t count;
 };
 
+int compare_rows(const void* a, const void* b) {
+    const auto* left = static_cast<const core::RowVersion*>(a);
+    const auto* right = static_cast<const core::RowVersion*>(b);
+    if (left->block != right->block) {
+        return left->block < right->block ? -1 : 1;
+    }
+    return static_cast<int>(left->offset) - static_cast<int>(right->offset);
+}
+
 bool on_parkable(void* context, TupleTableSlot* slot) {
     auto* parkable = static_cast<Parkable*>(context);
-    const bool pending = !DatumGetBool(slot->tts_values[kStateProcessed]);
     const bool ready = slot->tts_isnull[kStateRetryAfter];
-    const TimestampTz retry_after =
-        ready ? 0 : DatumGetTimestampTz(slot->tts_values[kStateRetryAfter]);
-    if (pending && (ready || !TIMESTAMP_NOT_FINITE(retry_after))) {
-        parkable->rows[parkable->count++] = row_version(slot->tts_values[kStateTid], 0, true);
+    const core::RowVersion row =
+        row_version(slot->tts_values[kStateTid], slot->tts_values[kStateRetryAfter], ready);
+    parkable->seen[parkable->seen_count++] = row;
+    const bool pending = !DatumGetBool(slot->tts_values[kStateProcessed]);
+    if (pending && (ready || !TIMESTAMP_NOT_FINITE(row.retry_after))) {
+        ItemPointerSet(
+            reinterpret_cast<ItemPointer>(DatumGetPointer(parkable->tids[parkable->count])),
+            row.block, row.offset);
+        ++parkable->count;
     }
     return true;
+}
+
+// What somebody else holds cannot be parked: it must not be overtaken once its head is done.
+void hold_unparked(Bridge* bridge, std::size_t first, std::size_t count, const Parkable& parkable) {
+    for (std::size_t i = first; i < first + count; ++i) {
+        const auto& parking = bridge->parking(i);
+        if (bsearch(&parking.row, parkable.seen, parkable.seen_count, sizeof(core::RowVersion),
+                    compare_rows) == nullptr) {
+            (void)bridge->hold({parking.aggregate_type.data(), parking.aggregate_type.size()},
+                               {parking.aggregate_id.data(), parking.aggregate_id.size()});
+        }
+    }
 }
 
 } // namespace
 
 // A row that took the place of one to park is parked in its stead: the walk over waiting aggregates
 // frees it again.
-void park_rows(Bridge* bridge, std::size_t count) {
+void park_rows(Bridge* bridge, std::size_t first, std::size_t count) {
     if (count == 0) {
         return;
     }
     Datum* tids = datums(count);
+    Parkable parkable = {};
+    parkable.tids = datums(count);
+    parkable.seen = static_cast<core::RowVersion*>(palloc(count * sizeof(core::RowVersion)));
     for (std::size_t i = 0; i < count; ++i) {
-        tids[i] = tid_datum(bridge->parking(i).row);
+        tids[i] = tid_datum(bridge->parking(first + i).row);
+        parkable.tids[i] = tid_datum(bridge->parking(first + i).row);
     }
-    Parkable parkable = {static_cast<core::RowVersion*>(palloc(count * sizeof(core::RowVersion))),
-                         0};
     const Datum candidates[] = {array_of(tids, count, TIDOID)};
     run(kLock, candidates, on_parkable, &parkable);
-    for (std::size_t i = 0; i < parkable.count; ++i) {
-        tids[i] = tid_datum(parkable.rows[i]);
-    }
+    qsort(parkable.seen, parkable.seen_count, sizeof(core::RowVersion), compare_rows);
+    hold_unparked(bridge, first, count, parkable);
     if (parkable.count > 0) {
-        const Datum values[] = {array_of(tids, parkable.count, TIDOID)};
+        const Datum values[] = {array_of(parkable.tids, parkable.count, TIDOID)};
         run(kPark, values, nullptr, nullptr);
     }
 }

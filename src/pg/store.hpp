@@ -85,9 +85,9 @@ enum class Recorded : std::uint8_t { no, closed, waiting, changed, locked, moved
 // transaction commits.
 void record_results(Bridge* bridge, std::size_t first, std::size_t count, bool delete_delivered,
                     Recorded* outcomes);
-// Sets retry_after = -infinity on the first `count` rows of the bridge's parking list, where they
-// are pending and free.
-void park_rows(Bridge* bridge, std::size_t count);
+// Sets retry_after = -infinity on the rows [first, first + count) of the bridge's parking list,
+// where they are pending; where somebody else holds the row its aggregate is held.
+void park_rows(Bridge* bridge, std::size_t first, std::size_t count);
 
 // --- retention ---
 

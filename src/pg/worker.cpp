@@ -381,7 +381,6 @@ void claim_work(void* context) {
     claim_followers(self.bridge, &turn->counts);
     claim_due(self.bridge, factor, &turn->counts);
     claim_ready(self.bridge, factor, &turn->counts);
-    park_rows(self.bridge, self.bridge->take_parking());
 }
 
 void whole_turn(void* context) {
@@ -391,9 +390,12 @@ void whole_turn(void* context) {
     }
     if (turn->claim) {
         claim_work(context);
-    } else {
-        park_rows(self.bridge, self.bridge->take_parking());
     }
+    park_rows(self.bridge, 0, self.bridge->take_parking());
+}
+
+void park_work(void* context) {
+    park_rows(self.bridge, *static_cast<std::size_t*>(context), 1);
 }
 
 void count_recorded(const net::Result& result) {
@@ -493,6 +495,20 @@ void claim_succeeded(const Turn& turn) {
     }
 }
 
+// After a turn that failed: each row for itself, and what cannot be parked holds its aggregate
+// until the next poll.
+void park_one_by_one() {
+    const std::size_t rows = self.bridge->take_parking();
+    for (std::size_t i = 0; i < rows; ++i) {
+        if (attempt(park_work, &i) != Attempt::done) {
+            const auto& parking = self.bridge->parking(i);
+            (void)self.bridge->hold({parking.aggregate_type.data(), parking.aggregate_type.size()},
+                                    {parking.aggregate_id.data(), parking.aggregate_id.size()});
+        }
+    }
+    self.bridge->parking_done();
+}
+
 // Claims alone, setting aside rows that cannot be read: those fail without being sent.
 void claim_around_unreadable_rows() {
     for (int i = 0; i < kMaxUnreadable; ++i) {
@@ -500,13 +516,10 @@ void claim_around_unreadable_rows() {
         Turn turn = {};
         turn.claim = true;
         if (attempt(claim_work, &turn) == Attempt::done) {
-            self.bridge->parking_done();
             claim_succeeded(turn);
             return;
         }
         if (!offender.known) {
-            // Parking may be what fails; the rows are found again by the next poll.
-            self.bridge->parking_done();
             back_off_turns();
             return;
         }
@@ -547,9 +560,8 @@ void run_turn(bool claim) {
         record_one_by_one(turn.results, turn.outcomes);
         if (claim && stop_requested == 0) {
             claim_around_unreadable_rows();
-        } else {
-            self.bridge->parking_done();
         }
+        park_one_by_one();
         break;
     case Attempt::locked:
         for (std::size_t i = 0; i < turn.results; ++i) {
