@@ -33,15 +33,19 @@ sub table {
 sub machine {
     my ($result) = @_;
     my ($m, $p) = @$result{qw(machine parameters)};
-    my $noise = $m->{others_busy};
     return
         "outbox bench: $p->{events} committed events of $p->{payload_bytes} bytes, one POST each, to nginx here\n"
       . "$m->{processors} x $m->{processor}, Linux $m->{kernel}, load $m->{load_at_start} at the start\n"
       . "PostgreSQL $m->{postgresql}, outbox $m->{outbox}, libcurl $m->{libcurl}, nginx $m->{nginx}, "
       . "$m->{compiler}\n"
       . "fsync $m->{fsync}, synchronous_commit $m->{synchronous_commit}, $p->{aggregates} aggregates\n"
-      . sprintf("others kept %.2f processors busy between the runs (most: %.2f)%s\n", @$noise{qw(median max)},
-        $noise->{noisy} ? ': NOISY, do not quote these figures' : '');
+      . join '', map { noise($_, $m->{others_busy}{$_}) } grep { $m->{others_busy}{$_} } qw(throughput latency writers);
+}
+
+sub noise {
+    my ($phase, $busy) = @_;
+    return sprintf "others kept %.2f processors busy (most: %.2f) during %s%s\n", @$busy{qw(median max)}, $phase,
+      $busy->{noisy} ? ': NOISY, do not quote its figures' : '';
 }
 
 sub throughput {
