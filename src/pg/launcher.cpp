@@ -289,7 +289,7 @@ void adopt_orphaned_buckets(DatabaseSlot& slot) {
             find_worker(slot.database.load(), owner) == nullptr) {
             slot.owner[bucket].store(
                 static_cast<std::uint8_t>(bucket % static_cast<unsigned>(slot.desired_workers)));
-            wake_workers(slot.database.load(), core::kAllBuckets);
+            wake_all_workers(slot.database.load());
         }
     }
 }
@@ -311,13 +311,7 @@ void set_desired_workers(DatabaseSlot& slot, int count) {
     }
     if (slot.desired_workers != count) {
         slot.desired_workers = count;
-        for (int i = 0; i < shared->worker_slots; ++i) {
-            if (shared->workers[i].database.load() == slot.database.load()) {
-                if (Latch* latch = shared->workers[i].latch.load(); latch != nullptr) {
-                    SetLatch(latch);
-                }
-            }
-        }
+        wake_all_workers(slot.database.load());
     }
 }
 

@@ -122,13 +122,29 @@ void announce_everything(DatabaseSlot* slot) {
     entry.stamp.store(position + 1);
 }
 
+namespace {
+
+void wake(const WorkerSlot& worker) {
+    if (Latch* latch = worker.latch.load(); latch != nullptr) {
+        SetLatch(latch);
+    }
+}
+
+} // namespace
+
 void wake_workers(Oid database, core::BucketMask buckets) {
     for (int i = 0; i < shared->worker_slots; ++i) {
-        WorkerSlot& worker = shared->workers[i];
+        const WorkerSlot& worker = shared->workers[i];
         if (worker.database.load() == database && (worker.buckets.load() & buckets) != 0) {
-            if (Latch* latch = worker.latch.load(); latch != nullptr) {
-                SetLatch(latch);
-            }
+            wake(worker);
+        }
+    }
+}
+
+void wake_all_workers(Oid database) {
+    for (int i = 0; i < shared->worker_slots; ++i) {
+        if (shared->workers[i].database.load() == database) {
+            wake(shared->workers[i]);
         }
     }
 }
@@ -143,7 +159,7 @@ void extension_changed(Oid database) {
     if (DatabaseSlot* slot = find_database(database); slot != nullptr) {
         slot->asked = true;
         slot->extension_changes.fetch_add(1);
-        wake_workers(database, core::kAllBuckets);
+        wake_all_workers(database);
     } else {
         shared->reconcile_asked.store(true);
     }

@@ -127,6 +127,7 @@ DatabaseSlot* find_database(Oid database);
 void announce(DatabaseSlot* slot, std::uint32_t tag, std::int64_t lo, std::int64_t hi);
 void announce_everything(DatabaseSlot* slot);
 void wake_workers(Oid database, core::BucketMask buckets);
+void wake_all_workers(Oid database); // also those that serve no bucket (yet)
 void wake_launcher();
 // CREATE or DROP EXTENSION committed in this database: its workers and the launcher look again.
 void extension_changed(Oid database);

@@ -43,7 +43,8 @@ struct Worker {
     WaitEventSet* waits;
     std::uint64_t ring_tail;
     std::uint32_t extension_changes;
-    bool ring_waits; // an announcement was being written when we looked
+    core::BucketMask leaving; // buckets to give away when nothing of them is under way
+    bool ring_waits;          // an announcement was being written when we looked
     bool discover;
     OrphanWalk orphans;
     Micros orphans_cost;
@@ -520,7 +521,7 @@ void claim_around_unreadable_rows() {
             return;
         }
         if (!offender.known) {
-            back_off_turns();
+            back_off_turns(); // or locked, or gone: the next turn sees to it
             return;
         }
         admit_offender(self.bridge, self.error);
@@ -700,6 +701,7 @@ void sync_buckets() {
     if (gained != 0) {
         look_at_everything();
     }
+    self.leaving = leaving;
     const core::BucketMask free = leaving & ~self.bridge->busy_buckets();
     for (unsigned bucket = 0; bucket < core::kBuckets && free != 0; ++bucket) {
         if ((free & core::bucket_bit(bucket)) != 0) {
@@ -707,14 +709,9 @@ void sync_buckets() {
                 static_cast<std::uint8_t>(bucket % static_cast<unsigned>(workers)));
         }
     }
+    self.leaving &= ~free;
     if (free != 0) {
-        for (int i = 0; i < shared->worker_slots; ++i) {
-            if (shared->workers[i].database.load() == MyDatabaseId) {
-                if (Latch* latch = shared->workers[i].latch.load(); latch != nullptr) {
-                    SetLatch(latch);
-                }
-            }
-        }
+        wake_all_workers(MyDatabaseId);
     }
     if (mine == 0 && leaving == free && workers > 0 && self.ordinal >= workers) {
         leave(WorkerExit::retired);
@@ -775,6 +772,9 @@ long until(Micros deadline) {
 }
 
 long sleep_time() {
+    if ((self.leaving & ~self.bridge->busy_buckets()) != 0) {
+        return 0; // the turn has just freed one
+    }
     long timeout = until(self.next_poll);
     if (const long http = self.bridge->timeout_ms(); http >= 0) {
         timeout = Min(timeout, http);
