@@ -60,6 +60,9 @@ std::size_t Dispatcher::row_room(std::string_view name) const noexcept {
 }
 
 bool Dispatcher::byte_room(std::string_view name, std::size_t bytes) {
+    if (draining_ && name == large_lane_ && bytes < large_bytes_) {
+        return false;
+    }
     const std::size_t free = limits_.max_bytes - std::min(bytes_, limits_.max_bytes);
     const Lane* lane = find_lane(name);
     const std::size_t mine = lane == nullptr ? 0 : lane->bytes;
@@ -67,9 +70,10 @@ bool Dispatcher::byte_room(std::string_view name, std::size_t bytes) {
         draining_ = draining_ && name != large_lane_;
         return true;
     }
-    if (mine == 0) {
+    if (mine == 0 || bytes > limits_.max_bytes / 2) {
         draining_ = true;
         large_lane_ = name;
+        large_bytes_ = bytes;
         large_refused_ = true;
     }
     return false;
@@ -280,7 +284,7 @@ void Dispatcher::settled(const Uuid& id, Settled how) {
     if (how == Settled::waiting && ordered) {
         park_queue(aggregate);
     } else if (how == Settled::changed) {
-        rereads_.push_back({aggregate.lane->name, {seq - 1, ordered ? kAfterAll : seq}});
+        rereads_.push_back({aggregate.lane->name, {before(seq), ordered ? kAfterAll : seq}});
         if (ordered) {
             drop_queue(aggregate);
         }

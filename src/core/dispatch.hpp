@@ -67,8 +67,9 @@ class Dispatcher {
     // of others.
     [[nodiscard]] std::size_t row_room(std::string_view lane) const noexcept;
     // Whether an event of that many payload bytes may be brought into memory now; lanes share bytes
-    // as they share rows. When a lane that holds nothing is refused, nothing else is admitted until
-    // its event fits or memory is empty: so the largest event goes, if need be alone.
+    // as they share rows. When one is refused whose lane holds nothing, or that is larger than any
+    // lane's share, nothing else is admitted until it fits or memory is empty: so the largest event
+    // goes, if need be alone.
     [[nodiscard]] bool byte_room(std::string_view lane, std::size_t bytes);
 
     // --- feeding ---
@@ -211,7 +212,8 @@ class Dispatcher {
     std::size_t in_flight_ = 0;
     std::size_t bytes_ = 0;
     std::size_t holds_ = 0;
-    std::string large_lane_;     // the lane whose event is waited for
+    std::string large_lane_; // the lane whose event is waited for
+    std::size_t large_bytes_ = 0;
     bool draining_ = false;      // nothing else is admitted meanwhile
     bool large_refused_ = false; // it was met in the current claim, and did not fit
 };

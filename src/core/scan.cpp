@@ -36,7 +36,7 @@ bool Scan::announced(std::uint32_t tag, std::int64_t lo, std::int64_t hi) {
             lane.more = true;
         }
         if (lo <= lane.cursor) {
-            add_late(lane, {lo == kBeforeAll ? kBeforeAll : lo - 1, std::min(hi, lane.cursor)});
+            add_late(lane, {before(lo), std::min(hi, lane.cursor)});
         }
     }
     return first != last;
@@ -93,7 +93,8 @@ std::optional<SeqRange> Scan::wanted(std::string_view name) const {
     if (!lane.late.empty()) {
         return lane.late.front();
     }
-    return lane.more ? std::optional<SeqRange>{{lane.cursor, kAfterAll}} : std::nullopt;
+    return lane.more && lane.cursor < kAfterAll ? std::optional<SeqRange>{{lane.cursor, kAfterAll}}
+                                                : std::nullopt;
 }
 
 void Scan::read_to(std::string_view name, SeqRange range, std::int64_t seq) {

@@ -15,6 +15,11 @@ namespace outbox::core {
 constexpr std::int64_t kBeforeAll = std::numeric_limits<std::int64_t>::min();
 constexpr std::int64_t kAfterAll = std::numeric_limits<std::int64_t>::max();
 
+// The end of a range that begins with seq; there is nothing before the lowest.
+constexpr std::int64_t before(std::int64_t seq) noexcept {
+    return seq == kBeforeAll ? kBeforeAll : seq - 1;
+}
+
 // Sequence numbers s with after < s <= upto.
 struct SeqRange {
     std::int64_t after = kBeforeAll;

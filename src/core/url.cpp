@@ -296,11 +296,16 @@ std::optional<std::string> Endpoint::expand(const Event& event, std::string& err
     return url;
 }
 
-std::string Endpoint::redacted() const {
-    constexpr std::string_view kHidden = "***";
+std::string Endpoint::text() const {
     std::string url;
     for (const Piece& piece : pieces_)
         url.append(piece.text).append(placeholder(piece.field));
+    return url;
+}
+
+std::string Endpoint::redacted() const {
+    constexpr std::string_view kHidden = "***";
+    std::string url = text();
     if (const std::size_t query = url.find('?'); query != npos)
         url.replace(query + 1, npos, kHidden);
     const std::size_t authority = scheme_length(url);
@@ -309,6 +314,30 @@ std::string Endpoint::redacted() const {
     if (const std::size_t userinfo_end = host_and_userinfo.find('@'); userinfo_end != npos)
         url.replace(authority, userinfo_end, kHidden);
     return url;
+}
+
+std::vector<std::string> Endpoint::secrets() const {
+    constexpr std::size_t kShortest = 4;
+    std::vector<std::string> found;
+    const auto add = [&found](std::string_view secret) {
+        if (secret.size() >= kShortest)
+            found.emplace_back(secret);
+    };
+    const std::string url = text();
+    const std::size_t authority = scheme_length(url);
+    std::string_view userinfo =
+        std::string_view(url).substr(authority, authority_end(url, authority) - authority);
+    userinfo = userinfo.substr(0, userinfo.find('@') == npos ? 0 : userinfo.find('@'));
+    add(userinfo.substr(userinfo.find(':') + 1)); // npos + 1 is 0: all of it
+    std::string_view query = url;
+    query.remove_prefix(std::min(query.size(), query.find('?')));
+    while (!query.empty()) {
+        query.remove_prefix(1);
+        const std::string_view pair = query.substr(0, query.find('&'));
+        add(pair.substr(pair.find('=') + 1));
+        query.remove_prefix(pair.size());
+    }
+    return found;
 }
 
 void append_percent_encoded(std::string& out, std::string_view value) {

@@ -29,6 +29,10 @@ class Endpoint {
     // For display: userinfo and the whole query replaced by "***"; placeholders in the path stay.
     [[nodiscard]] std::string redacted() const;
 
+    // What of the URL must not be repeated: the password (or a userinfo without one) and the values
+    // of the query, where they have at least four characters.
+    [[nodiscard]] std::vector<std::string> secrets() const;
+
   private:
     enum class Field : std::uint8_t { literal, aggregate_type, aggregate_id, event_type };
     struct Piece {
@@ -37,6 +41,7 @@ class Endpoint {
         std::string text; // literal only
     };
 
+    [[nodiscard]] std::string text() const;
     [[nodiscard]] static std::string_view placeholder(Field field) noexcept;
     [[nodiscard]] static std::string_view value(const Event& event, Field field) noexcept;
     [[nodiscard]] static Field leading_field(std::string_view text) noexcept;

@@ -157,4 +157,15 @@ Verdict unbuildable(std::string_view reason) {
             .error = printable(reason, kMaxErrorBytes)};
 }
 
+void redact(std::string& text, const std::vector<std::string>& secrets) {
+    constexpr std::string_view kStars = "***";
+    for (const std::string& secret : secrets) {
+        if (secret.empty())
+            continue;
+        for (std::size_t at = text.find(secret); at != std::string::npos;
+             at = text.find(secret, at + kStars.size()))
+            text.replace(at, secret.size(), kStars);
+    }
+}
+
 } // namespace outbox::core

@@ -16,6 +16,10 @@ constexpr std::size_t kMaxErrorBytes = 1000;
 // A request that could not be built. The reason must not repeat the offending value.
 [[nodiscard]] Verdict unbuildable(std::string_view reason);
 
+// Replaces each of the secrets in the text by ***; for words of a receiver that repeats what it was
+// sent.
+void redact(std::string& text, const std::vector<std::string>& secrets);
+
 // Any bytes as valid UTF-8 of at most `limit` bytes that PostgreSQL can store as text: each invalid
 // sequence becomes U+FFFD, control characters (NUL, DEL, C1 included) become a space, runs of them
 // one; cut at a character.

@@ -87,6 +87,8 @@ void Delivery::step(Micros now) {
             continue;
         }
         const Event& event = *node.mapped();
+        core::redact(finished.answer.body, config_.secrets);
+        core::redact(finished.answer.error, config_.secrets);
         conclude(event, config_.format->classify(finished.answer, 1).front(),
                  finished.answer.status, now);
     }
@@ -101,6 +103,7 @@ Result Delivery::result_of(const Event& event) const {
     result.event_type = event.event_type;
     result.row = event.row;
     result.replay = event.replay;
+    result.unreadable = !event.unreadable.empty();
     result.attempts_before = event.attempts;
     result.attempts = event.attempts;
     result.created_at = event.created_at;

@@ -19,6 +19,7 @@ namespace outbox::net {
 struct DeliveryConfig {
     EngineOptions engine;
     core::DispatchLimits dispatch;
+    std::vector<std::string> secrets; // never repeated from an answer
     core::RetryPolicy retry;
     std::int32_t max_attempts = 10;
     const core::Format* format = nullptr;
@@ -36,6 +37,7 @@ struct Result {
     std::string event_type;
     core::RowVersion row;
     bool replay = false;
+    bool unreadable = false; // the row could not be read
     std::int32_t attempts_before = 0;
     std::optional<core::Micros> created_at; // Unix time
 

@@ -67,7 +67,9 @@ struct Transfer {
     std::string body;
     std::size_t body_bytes = 0;
     std::size_t header_bytes = 0;
+    std::uint32_t generation = 0; // of the options that it was made with
     bool body_cut = false;
+    bool headers_done = false; // the empty line after them came
     char error[CURL_ERROR_SIZE] = "";
 
     void clear() {
@@ -77,6 +79,7 @@ struct Transfer {
         body_bytes = 0;
         header_bytes = 0;
         body_cut = false;
+        headers_done = false;
         error[0] = '\0';
     }
 };
@@ -110,16 +113,17 @@ std::size_t on_body(char* data, std::size_t size, std::size_t count, void* user)
     return bytes;
 }
 
-std::size_t on_header(char* /*data*/, std::size_t size, std::size_t count, void* user) noexcept {
+std::size_t on_header(char* data, std::size_t size, std::size_t count, void* user) noexcept {
     auto& transfer = *static_cast<Transfer*>(user);
-    transfer.header_bytes += size * count;
-    return transfer.header_bytes > kMaxHeaders ? 0 : size * count;
+    const std::string_view line{data, size * count};
+    transfer.headers_done = line == "\r\n" || line == "\n";
+    transfer.header_bytes += line.size();
+    return transfer.header_bytes > kMaxHeaders ? 0 : line.size();
 }
 
 // Errors before the first byte of the request could leave.
 bool nothing_sent(CURLcode code, CURL* easy) noexcept {
     switch (code) {
-    case CURLE_UNSUPPORTED_PROTOCOL:
     case CURLE_FAILED_INIT:
     case CURLE_URL_MALFORMAT:
     case CURLE_COULDNT_RESOLVE_PROXY:
@@ -161,7 +165,9 @@ Answer answer_of(Transfer& transfer, CURLcode code) {
     long status = 0;
     curl_easy_getinfo(easy, CURLINFO_RESPONSE_CODE, &status);
     const bool cut_by_us = code == CURLE_WRITE_ERROR && transfer.body_cut;
-    if ((code == CURLE_OK || cut_by_us) && status > 0) {
+    // libcurl is content with a connection that closes within the headers.
+    const bool complete = (code == CURLE_OK || cut_by_us) && status >= 200 && transfer.headers_done;
+    if (complete) {
         answer.transport = Transport::complete;
         answer.status = static_cast<int>(status);
         curl_off_t seconds = 0;
@@ -171,7 +177,9 @@ Answer answer_of(Transfer& transfer, CURLcode code) {
         }
     } else {
         answer.transport = nothing_sent(code, easy) ? Transport::not_sent : Transport::interrupted;
-        answer.error = transfer.error[0] != '\0' ? transfer.error : curl_easy_strerror(code);
+        answer.error = transfer.error[0] != '\0' ? transfer.error
+                       : code == CURLE_OK        ? "the answer was cut off"
+                                                 : curl_easy_strerror(code);
     }
     answer.body = std::move(transfer.body);
     return answer;
@@ -196,6 +204,7 @@ struct HttpEngine::Impl {
     EngineOptions options;
     std::unordered_map<curl_socket_t, Socket> sockets;
     std::vector<curl_socket_t> changed;
+    std::uint32_t generation = 0; // of `options`, as far as a handle remembers them
     std::vector<std::unique_ptr<Transfer>> idle;
     std::unordered_map<CURL*, std::unique_ptr<Transfer>> busy;
     std::vector<Finished> finished;
@@ -319,6 +328,7 @@ struct HttpEngine::Impl {
             return transfer;
         }
         auto transfer = std::make_unique<Transfer>();
+        transfer->generation = generation;
         transfer->easy.reset(curl_easy_init());
         if (transfer->easy == nullptr) {
             return nullptr;
@@ -363,7 +373,8 @@ struct HttpEngine::Impl {
         for (const core::Header& header : request.headers) {
             line.assign(header.name);
             // libcurl reads "name;" as a header without a value, "name:" as its removal.
-            line.append(header.value.empty() ? ";" : ": ").append(header.value);
+            const bool blank = header.value.find_first_not_of(" \t") == std::string::npos;
+            line.append(blank ? ";" : ": ").append(blank ? "" : header.value);
             listed = listed && append(transfer.headers, line.c_str());
         }
         const auto milliseconds = [](Micros time) {
@@ -423,7 +434,7 @@ struct HttpEngine::Impl {
             finished.push_back({transfer->id, answer_of(*transfer, code)});
             curl_multi_remove_handle(multi, easy);
             transfer->clear();
-            if (idle.size() < options.max_connections) {
+            if (transfer->generation == generation && idle.size() < options.max_connections) {
                 idle.push_back(std::move(transfer));
             }
         }
@@ -500,7 +511,8 @@ void HttpEngine::set_options(const EngineOptions& options) {
     curl_multi_setopt(impl_->multi, CURLMOPT_MAXCONNECTS,
                       static_cast<long>(options.max_connections));
     if (new_trust) {
-        impl_->idle.clear(); // pooled handles remember the old file
+        ++impl_->generation; // handles remember the old file: those in use go when they are done
+        impl_->idle.clear();
     }
 }
 

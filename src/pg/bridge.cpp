@@ -37,6 +37,21 @@ std::optional<core::Target> target_of(const FlatConfig& flat) {
     return target;
 }
 
+// What no answer may bring back into last_error or the log: header values, whole and their last
+// word (a token after its scheme), and what the URL holds.
+std::vector<std::string> secrets_of(const core::Target& target) {
+    constexpr std::size_t kShortest = 4;
+    std::vector<std::string> secrets = target.endpoint.secrets();
+    for (const core::Header& header : target.fixed_headers) {
+        for (const std::size_t from : {std::size_t{0}, header.value.rfind(' ') + 1}) {
+            if (header.value.size() >= from + kShortest) {
+                secrets.push_back(header.value.substr(from));
+            }
+        }
+    }
+    return secrets;
+}
+
 net::DeliveryConfig config_of(const FlatConfig& flat) {
     net::DeliveryConfig config;
     config.engine.connect_timeout = flat.connect_timeout;
@@ -51,6 +66,9 @@ net::DeliveryConfig config_of(const FlatConfig& flat) {
     config.max_attempts = flat.max_attempts;
     config.format = core::find_format(flat.format);
     config.target = target_of(flat);
+    if (config.target) {
+        config.secrets = secrets_of(*config.target);
+    }
     return config;
 }
 

@@ -143,8 +143,10 @@ void reap(WorkerSlot& worker) {
             break;
         case WorkerExit::retired:
             break;
-        case WorkerExit::failed:
         case WorkerExit::stopped:
+            slot->next_start = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), kFirstRestartMs);
+            break;
+        case WorkerExit::failed:
             count_failure(slot, worker);
             next_reconcile = 0; // the database may be gone
             break;

@@ -1,6 +1,8 @@
 // See log.hpp.
 #include "pg/log.hpp"
 
+#include "pg/encoding.hpp"
+
 namespace outbox::pg {
 
 namespace {
@@ -15,7 +17,7 @@ std::uint64_t suppressed = 0;
 // key or line.
 void append_pair(StringInfo line, const char* key, const std::string* value) {
     appendStringInfo(line, " %s=\"", key);
-    const char* local = pg_any_to_server(value->c_str(), static_cast<int>(value->size()), PG_UTF8);
+    const char* local = spellable(value->c_str());
     for (const char* c = local; *c != '\0'; ++c) {
         if (*c == '"' || *c == '\\') {
             appendStringInfoChar(line, '\\');
@@ -64,15 +66,22 @@ void log_suppressed() {
     suppressed = 0;
 }
 
-bool log_failure(const net::Result& result) {
+bool may_log() {
     log_suppressed();
     if (lines >= kLinesPerSecond) {
         ++suppressed;
-        return true;
+        return false;
     }
     ++lines;
-    write_line(result);
-    return false;
+    return true;
+}
+
+bool log_failure(const net::Result& result) {
+    const bool logged = may_log();
+    if (logged) {
+        write_line(result);
+    }
+    return logged;
 }
 
 } // namespace outbox::pg

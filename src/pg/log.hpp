@@ -7,8 +7,10 @@
 
 namespace outbox::pg {
 
-// Logs a failed or dead event, or counts it as suppressed when this second's lines are used up.
-// True when suppressed.
+// Whether another line may be written in this second; if not, it is counted as suppressed.
+bool may_log();
+
+// Logs a failed or dead event. False when the line was suppressed.
 bool log_failure(const net::Result& result);
 
 // Says how many lines were suppressed, once the second is over. Call now and then.

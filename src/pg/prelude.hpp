@@ -64,6 +64,7 @@ extern "C" {
 #include "utils/pidfile.h"
 #include "utils/snapmgr.h"
 #include "utils/syscache.h"
+#include "utils/timeout.h"
 #include "utils/timestamp.h"
 #include "utils/uuid.h"
 #include "utils/varlena.h"

@@ -44,6 +44,8 @@ bool check_endpoint(char** value, void** /*extra*/, GucSource /*source*/) {
     if (**value == '\0' || endpoint_is_valid(*value, why, sizeof(why))) {
         return true;
     }
+    GUC_check_errmsg("invalid value for parameter \"%s\"",
+                     "outbox.endpoint"); // it may hold a secret
     GUC_check_errdetail("The URL %s.", why);
     GUC_check_errhint("Use an http:// or https:// URL; {aggregate_type}, {aggregate_id} and "
                       "{event_type} are allowed in its path and query. An empty string makes "

@@ -4,6 +4,7 @@
 
 #include "pg/store.hpp"
 
+#include "pg/encoding.hpp"
 #include "pg/horizon.hpp"
 
 namespace outbox::pg {
@@ -58,8 +59,7 @@ int saved_nest_level = 0;
 
 // What tells whether a row is still as it was claimed.
 #define STATE_COLUMNS                                                                              \
-    "e.id, e.ctid, e.processed_at IS NOT NULL, e.attempts, e.retry_after,"                         \
-    " COALESCE(e.headers ->> 'outbox-replay' = 'true', false)"
+    "e.id, e.ctid, e.processed_at IS NOT NULL, e.attempts, e.retry_after, e.headers"
 
 // Each %s is the schema.
 const char* const kSql[kStatements] = {
@@ -112,11 +112,11 @@ const char* const kSql[kStatements] = {
     "  AND e.retry_after < 'infinity'"
     "  ORDER BY e.aggregate_type, e.aggregate_id, e.seq LIMIT $3) e",
 
-    // kOrphans: $1, $2 the aggregate to go on after, $3 limit
+    // kOrphans: $1, $2 the aggregate to go on from, $3 limit
     "WITH RECURSIVE walk(t, a, r) AS ("
     " (SELECT e.aggregate_type, e.aggregate_id, e.retry_after FROM %s.outbox_events e"
     "   WHERE e.processed_at IS NULL AND e.retry_after < 'infinity'"
-    "   AND (e.aggregate_type, e.aggregate_id) > ($1, $2)"
+    "   AND (e.aggregate_type, e.aggregate_id) >= ($1, $2)"
     "   ORDER BY e.aggregate_type, e.aggregate_id, e.seq LIMIT 1)"
     " UNION ALL SELECT n.* FROM walk w CROSS JOIN LATERAL"
     " (SELECT e.aggregate_type, e.aggregate_id, e.retry_after FROM %s.outbox_events e"
@@ -278,19 +278,6 @@ Datum text_datum(const char* data, std::size_t size) {
                                          : cstring_to_text(local));
 }
 
-// An error text, made of whatever a receiver answered, where the encoding may not know all of
-// Unicode.
-Datum error_datum(const char* data, std::size_t size) {
-    if (GetDatabaseEncoding() == PG_UTF8) {
-        return PointerGetDatum(cstring_to_text_with_len(data, static_cast<int>(size)));
-    }
-    char* ascii = pnstrdup(data, size);
-    for (char* c = ascii; *c != '\0'; ++c) {
-        *c = static_cast<unsigned char>(*c) < 0x80 ? *c : '?';
-    }
-    return PointerGetDatum(cstring_to_text(ascii));
-}
-
 Datum tid_datum(const core::RowVersion& row) {
     auto* tid = static_cast<ItemPointer>(palloc(sizeof(ItemPointerData)));
     ItemPointerSet(tid, row.block, row.offset);
@@ -361,7 +348,7 @@ enum StateColumn : int {
     kStateProcessed,
     kStateAttempts,
     kStateRetryAfter,
-    kStateReplay,
+    kStateHeaders,
 };
 
 struct ReadLane {
@@ -414,6 +401,9 @@ FlatRow read_head(TupleTableSlot* slot) {
     return row;
 }
 
+// The key that outbox_replay() sets in headers, to "true".
+constexpr const char* kReplayMark = "outbox-replay";
+
 bool json_string_is(const JsonbValue& value, const char* text) {
     return value.val.string.len == static_cast<int>(std::strlen(text)) &&
            std::memcmp(value.val.string.val, text, std::strlen(text)) == 0;
@@ -446,7 +436,7 @@ void read_headers(Bridge* bridge, Datum datum) {
             (void)bridge->headers_invalid(kInvalid);
             return;
         }
-        if (json_string_is(key, "outbox-replay") && json_string_is(value, "true")) {
+        if (json_string_is(key, kReplayMark) && json_string_is(value, "true")) {
             bridge->mark_replay();
         } else {
             (void)bridge->add_header(flat_json_string(key), flat_json_string(value));
@@ -927,12 +917,31 @@ bool find_result(Recording* recording, const pg_uuid_t* id, std::size_t* index) 
     return false;
 }
 
-// Whether nobody touched what the result is about. A success stands whatever became of attempts and
-// retry_after, unless the row was replayed meanwhile: then the answer belongs to an earlier send.
+bool has_replay_mark(TupleTableSlot* slot) {
+    if (slot->tts_isnull[kStateHeaders]) {
+        return false;
+    }
+    Jsonb* headers = DatumGetJsonbP(slot->tts_values[kStateHeaders]);
+    if (!JB_ROOT_IS_OBJECT(headers)) {
+        return false;
+    }
+    JsonbValue value;
+    return getKeyJsonValueFromContainer(&headers->root, kReplayMark,
+                                        static_cast<int>(std::strlen(kReplayMark)),
+                                        &value) != nullptr &&
+           value.type == jbvString && json_string_is(value, "true");
+}
+
+// Whether nobody touched what the result is about. When the row was replayed meanwhile, the answer
+// belongs to an earlier send; else a success stands whatever became of attempts and retry_after.
 bool is_as_claimed(const net::Result& result, TupleTableSlot* slot) {
     const Datum* values = slot->tts_values;
+    // Headers that could not be read when claimed cannot be read now.
+    if (!result.unreadable && has_replay_mark(slot) != result.replay) {
+        return false;
+    }
     if (result.kind == net::ResultKind::delivered) {
-        return DatumGetBool(values[kStateReplay]) == result.replay;
+        return true;
     }
     const core::RowVersion row = row_version(values[kStateTid], values[kStateRetryAfter],
                                              slot->tts_isnull[kStateRetryAfter]);
@@ -1007,7 +1016,7 @@ void record_failed(Recording* recording) {
         const TimestampTz at = retry_at(result, now);
         const Datum values[] = {tid_datum(result.row), Int32GetDatum(result.attempts),
                                 TimestampTzGetDatum(at),
-                                error_datum(result.error.data(), result.error.size())};
+                                CStringGetTextDatum(spellable(result.error.c_str()))};
         run(kFailed, values, on_recorded, recording);
         if (result.kind == net::ResultKind::retry) {
             (void)recording->bridge->waits_until(
@@ -1075,6 +1084,11 @@ void record_results(Bridge* bridge, std::size_t first, std::size_t count, bool d
     record_delivered(&recording, delete_delivered ? kDeliveredDelete : kDelivered);
     record_failed(&recording);
     inspect_unrecorded(&recording);
+    for (std::size_t i = 0; i < count; ++i) {
+        if (locked[i] && outcomes[i] == Recorded::locked) {
+            outcomes[i] = Recorded::refused;
+        }
+    }
 }
 
 namespace {
@@ -1151,29 +1165,30 @@ void park_rows(Bridge* bridge, std::size_t first, std::size_t count) {
 
 // --- retention ---
 
-std::uint64_t purge_step(const Table& table, BlockNumber* block, int age_s, int most) {
-    constexpr BlockNumber kStretch = 64;
+namespace {
+
+core::RowVersion row_at(std::uint64_t place) {
+    core::RowVersion row;
+    row.block = static_cast<BlockNumber>(place / kPlacesPerBlock);
+    row.offset = static_cast<OffsetNumber>(place % kPlacesPerBlock);
+    return row;
+}
+
+} // namespace
+
+std::uint64_t table_end(const Table& table) {
     Relation relation = relation_open(table.relation, NoLock);
-    const BlockNumber end = RelationGetNumberOfBlocks(relation);
+    const BlockNumber blocks = RelationGetNumberOfBlocks(relation);
     relation_close(relation, NoLock);
-    if (*block >= end) {
-        *block = 0;
-        return 0;
-    }
-    const BlockNumber stop = Min(*block + kStretch, end);
-    core::RowVersion from;
-    core::RowVersion to;
-    from.block = *block;
-    to.block = stop;
+    return blocks * kPlacesPerBlock;
+}
+
+std::uint64_t purge_rows(std::uint64_t from, std::uint64_t to, int age_s, int most) {
     const TimestampTz before =
         GetCurrentTimestamp() - static_cast<std::int64_t>(age_s) * core::kSecond;
-    const Datum values[] = {tid_datum(from), tid_datum(to), TimestampTzGetDatum(before),
-                            Int64GetDatum(most)};
-    const std::uint64_t deleted = run(kPurge, values, nullptr, nullptr);
-    if (deleted < static_cast<std::uint64_t>(most)) {
-        *block = stop >= end ? 0 : stop;
-    }
-    return deleted;
+    const Datum values[] = {tid_datum(row_at(from)), tid_datum(row_at(to)),
+                            TimestampTzGetDatum(before), Int64GetDatum(most)};
+    return run(kPurge, values, nullptr, nullptr);
 }
 
 } // namespace outbox::pg

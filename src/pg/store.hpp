@@ -78,7 +78,15 @@ void walk_orphans(Bridge* bridge, OrphanWalk* walk);
 // --- recording ---
 
 // What became of one result of the batch.
-enum class Recorded : std::uint8_t { no, closed, waiting, changed, locked, moved };
+enum class Recorded : std::uint8_t {
+    no,
+    closed,  // nothing is left to do
+    waiting, // its retry is in the table
+    changed, // somebody changed the row: nothing was recorded
+    locked,  // somebody holds the row
+    moved,   // it has a new place, noted in the result
+    refused, // the row did not take the update
+};
 
 // Records the results [first, first + count) of the bridge's batch, deleting delivered rows when
 // `delete_delivered`. outcomes[i] tells what became of result first + i; binding only when the
@@ -91,9 +99,14 @@ void park_rows(Bridge* bridge, std::size_t first, std::size_t count);
 
 // --- retention ---
 
-// Deletes delivered and discarded rows older than `age_s` from a stretch of the table's blocks; at
-// most `most`. Returns how many. *block is where to start and, after, where to go on; 0 when the
-// end was reached.
-std::uint64_t purge_step(const Table& table, BlockNumber* block, int age_s, int most);
+// A row's place as one number: block * kPlacesPerBlock + offset.
+constexpr std::uint64_t kPlacesPerBlock = 512;
+static_assert(kPlacesPerBlock > MaxHeapTuplesPerPage);
+
+// The place behind the table's last block.
+std::uint64_t table_end(const Table& table);
+// Deletes rows with from <= place < to that were delivered or discarded more than `age_s` seconds
+// ago, at most `most`. Returns how many.
+std::uint64_t purge_rows(std::uint64_t from, std::uint64_t to, int age_s, int most);
 
 } // namespace outbox::pg

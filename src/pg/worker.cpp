@@ -4,6 +4,7 @@
 #include <ctime>
 
 #include "pg/bridge.hpp"
+#include "pg/encoding.hpp"
 #include "pg/horizon.hpp"
 #include "pg/log.hpp"
 #include "pg/settings.hpp"
@@ -30,7 +31,8 @@ constexpr Micros kNoRoomRetry = 20 * kMillisecond;
 constexpr Micros kMaxTurnBackOff = 30 * kSecond;
 constexpr int kMaxUnreadable = 50; // rows set aside in one turn
 constexpr int kPurgeRows = 1'000;
-constexpr Micros kPurgeRetry = 30 * kSecond;
+constexpr std::uint64_t kPurgeSpan = 64 * kPlacesPerBlock;
+constexpr Micros kPurgeLogPause = 30 * kSecond;
 constexpr std::uint32_t kManyFailures = 5; // in a row: the endpoint as a whole
 
 // Everything a worker knows. Plain data; what has destructors is behind the bridge.
@@ -56,7 +58,9 @@ struct Worker {
     Micros cannot_record_until;
     Micros next_purge;
     Micros purge_cost;
-    BlockNumber purge_block;
+    std::uint64_t purge_from; // a place in the table, see store.hpp
+    std::uint64_t purge_span;
+    Micros next_purge_log;
     Micros stop_deadline; // 0: not stopping
     WorkerExit stop_reason;
     bool stats_pending;
@@ -87,6 +91,12 @@ Micros steady_now() {
     timespec now = {};
     clock_gettime(CLOCK_MONOTONIC, &now);
     return static_cast<Micros>(now.tv_sec) * kSecond + now.tv_nsec / 1000;
+}
+
+// Milliseconds until a deadline of the steady clock.
+long until(Micros deadline) {
+    const Micros left = deadline - steady_now();
+    return left <= 0 ? 0 : static_cast<long>((left + kMillisecond - 1) / kMillisecond);
 }
 
 // --- shared state ---
@@ -286,6 +296,22 @@ void end_failed_transaction() {
     forget_statements();
 }
 
+void begin_stop(WorkerExit reason) {
+    if (self.stop_deadline == 0) {
+        self.stop_deadline = steady_now() + settings.shutdown_timeout_ms * kMillisecond + 1;
+        self.stop_reason = reason;
+    }
+}
+
+// Once asked to stop, no statement outlives the grace: a user's trigger may sleep for ever.
+void limit_statement_time() {
+    if (stop_requested != 0) {
+        begin_stop(WorkerExit::stopped);
+        enable_timeout_after(STATEMENT_TIMEOUT,
+                             static_cast<int>(Max(until(self.stop_deadline), 1L)));
+    }
+}
+
 // Runs `work` in a transaction of its own. On failure nothing of it is in the table.
 Attempt attempt(Work work, void* context) {
     volatile Attempt result = Attempt::failed;
@@ -294,6 +320,7 @@ Attempt attempt(Work work, void* context) {
     in_statement = 1;
     PG_TRY();
     {
+        limit_statement_time();
         StartTransactionCommand();
         switch (begin_statements(&self.table)) {
         case Begun::yes:
@@ -317,6 +344,7 @@ Attempt attempt(Work work, void* context) {
     }
     PG_END_TRY();
     in_statement = 0;
+    disable_timeout(STATEMENT_TIMEOUT, false);
     QueryCancelPending = false;
     MemoryContextSwitchTo(self.memory);
     self.stats_pending = true;
@@ -409,8 +437,8 @@ void count_recorded(const net::Result& result) {
     if (result.kind == net::ResultKind::dead) {
         counters.dead.fetch_add(1);
     }
-    set_last_error(result.error.c_str());
-    if (log_failure(result)) {
+    set_last_error(spellable(result.error.c_str()));
+    if (!log_failure(result)) {
         counters.log_suppressed.fetch_add(1);
     }
 }
@@ -418,6 +446,21 @@ void count_recorded(const net::Result& result) {
 // Exponential in the number of deferrals, 100 ms to a minute.
 Micros deferral(std::int32_t deferrals) {
     return Min((100 * kMillisecond) << Min(deferrals, 10), 60 * kSecond);
+}
+
+// The result stays in memory and is tried again; the event is not sent again meanwhile.
+void cannot_record(std::size_t index) {
+    const Micros pause = deferral(self.bridge->result(index).deferrals++);
+    self.cannot_record_until = steady_now() + pause + kSecond;
+    set_last_error(self.error);
+    if (may_log()) {
+        ereport(LOG, (errmsg("outbox: a result cannot be recorded, next try in %lld ms: %s",
+                             static_cast<long long>(pause / kMillisecond), self.error),
+                      errhidestmt(true)));
+    } else {
+        self.slot->counters.log_suppressed.fetch_add(1);
+    }
+    self.bridge->defer(index, steady_now() + pause);
 }
 
 void apply_outcome(std::size_t index, Recorded outcome) {
@@ -434,6 +477,10 @@ void apply_outcome(std::size_t index, Recorded outcome) {
         break;
     case Recorded::moved:
         self.bridge->defer(index, steady_now());
+        break;
+    case Recorded::refused:
+        strlcpy(self.error, "the row was left unchanged, as by a trigger", sizeof(self.error));
+        cannot_record(index);
         break;
     case Recorded::locked:
     case Recorded::no:
@@ -455,6 +502,10 @@ void record_one_by_one(std::size_t results, Recorded* outcomes) {
         single.first = i;
         single.results = 1;
         single.outcomes = &outcomes[i];
+        if (self.stop_deadline != 0 && steady_now() >= self.stop_deadline) {
+            self.bridge->defer(i, steady_now());
+            continue;
+        }
         const Attempt result = attempt(record_work, &single);
         if (result == Attempt::done) {
             apply_outcomes(single);
@@ -464,13 +515,7 @@ void record_one_by_one(std::size_t results, Recorded* outcomes) {
             self.bridge->defer(i, steady_now() + kLockedRetry);
             continue;
         }
-        const Micros pause = deferral(self.bridge->result(i).deferrals++);
-        self.cannot_record_until = steady_now() + pause + kSecond;
-        set_last_error(self.error);
-        ereport(LOG, (errmsg("outbox: a result cannot be recorded, next try in %lld ms: %s",
-                             static_cast<long long>(pause / kMillisecond), self.error),
-                      errhidestmt(true)));
-        self.bridge->defer(i, steady_now() + pause);
+        cannot_record(i);
     }
 }
 
@@ -585,42 +630,73 @@ void run_turn(bool claim) {
 
 // --- retention ---
 
+struct PurgeStep {
+    std::uint64_t end; // of the table
+    std::uint64_t deleted;
+};
+
 void purge_work(void* context) {
-    *static_cast<std::uint64_t*>(context) =
-        purge_step(self.table, &self.purge_block, settings.retention_s, kPurgeRows);
+    auto* step = static_cast<PurgeStep*>(context);
+    step->end = table_end(self.table);
+    step->deleted = purge_rows(self.purge_from, self.purge_from + self.purge_span,
+                               settings.retention_s, kPurgeRows);
 }
 
 bool purges() {
     return settings.retention_s >= 0 && (self.bridge->buckets() & core::bucket_bit(0)) != 0;
 }
 
+// Something in the stretch cannot be deleted: look closer, down to the row, and pass that by.
+void purge_failed() {
+    if (self.purge_span > 1) {
+        self.purge_span /= 2;
+        return;
+    }
+    ++self.purge_from;
+    set_last_error(self.error);
+    if (steady_now() >= self.next_purge_log) {
+        self.next_purge_log = steady_now() + kPurgeLogPause;
+        ereport(LOG, (errmsg("outbox: a delivered event cannot be deleted: %s", self.error),
+                      errhidestmt(true)));
+    }
+}
+
+void purge_succeeded(const PurgeStep& step) {
+    if (step.deleted < kPurgeRows) {
+        self.purge_from += self.purge_span;
+        self.purge_span = Min(self.purge_span * 2, kPurgeSpan);
+    }
+    if (self.purge_from >= step.end) {
+        self.purge_from = 0;
+        const Micros wish = Min(Max(settings.retention_s / 4, 1), 60) * kSecond;
+        self.next_purge = steady_now() + Max(wish, 20 * self.purge_cost);
+        self.purge_cost = 0;
+    }
+}
+
 // One stretch of the table a step; a sweep is followed by a rest of 20 times its cost.
 void purge() {
     MemoryContextReset(self.memory);
     MemoryContextSwitchTo(self.memory);
-    std::uint64_t deleted = 0;
+    self.purge_span = Max(self.purge_span, std::uint64_t{1});
+    PurgeStep step = {};
     const Micros start = steady_now();
-    const Attempt result = attempt(purge_work, &deleted);
-    const Micros now = steady_now();
-    self.purge_cost += now - start;
-    if (result != Attempt::done) {
-        self.next_purge = now + kPurgeRetry;
-        if (result == Attempt::failed) {
-            set_last_error(self.error);
-            ereport(LOG,
-                    (errmsg("outbox: delivered events cannot be deleted, next try in %lld s: %s",
-                            static_cast<long long>(kPurgeRetry / kSecond), self.error),
-                     errhidestmt(true)));
-        }
-        return;
+    const Attempt result = attempt(purge_work, &step);
+    const Micros cost = steady_now() - start;
+    self.purge_cost += cost;
+    self.next_purge = steady_now() + 2 * cost;
+    switch (result) {
+    case Attempt::done:
+        purge_succeeded(step);
+        break;
+    case Attempt::failed:
+        purge_failed();
+        break;
+    case Attempt::locked:
+    case Attempt::gone:
+        self.next_purge = steady_now() + kLockedRetry;
+        break;
     }
-    if (self.purge_block != 0) {
-        self.next_purge = now + 2 * (now - start);
-        return;
-    }
-    const Micros wish = Min(Max(settings.retention_s / 4, 1), 60) * kSecond;
-    self.next_purge = now + Max(wish, 20 * self.purge_cost);
-    self.purge_cost = 0;
 }
 
 // --- what changed ---
@@ -729,13 +805,6 @@ void reload_settings() {
     self.next_purge = 0;
 }
 
-void begin_stop(WorkerExit reason) {
-    if (self.stop_deadline == 0) {
-        self.stop_deadline = steady_now() + settings.shutdown_timeout_ms * kMillisecond + 1;
-        self.stop_reason = reason;
-    }
-}
-
 // Leaves when everything in flight is answered and recorded, or the grace is over.
 void leave_when_done() {
     const bool done = self.bridge->in_flight() == 0 && self.bridge->unrecorded() == 0;
@@ -763,12 +832,6 @@ bool wants_claim() {
 
 bool wants_recording() {
     return self.bridge->has_results(steady_now()) || self.bridge->wants_parking();
-}
-
-// Milliseconds until a deadline of the steady clock.
-long until(Micros deadline) {
-    const Micros left = deadline - steady_now();
-    return left <= 0 ? 0 : static_cast<long>((left + kMillisecond - 1) / kMillisecond);
 }
 
 long sleep_time() {

@@ -13,13 +13,10 @@
 namespace outbox::core {
 namespace {
 
-constexpr int kSchedules = 30000;
+constexpr int kSchedules = 1200;
 constexpr int kActions = 160;
 constexpr std::int32_t kMaxAttempts = 4;
 constexpr Micros kPollInterval = 100 * kMillisecond;
-
-constexpr bool kUnparkedHolds = true;
-constexpr bool kFollowersAfterScan = true;
 
 enum class State : std::uint8_t { ready, retry, parked, delivered, dead, discarded };
 
@@ -170,7 +167,7 @@ class Worker {
         std::int64_t last = 0;
         bool stopped = false;
         bool admitted = false;
-        bool unread = false;
+        bool unread = false; // met a row beyond what the scan has read
     };
 
     void look_at_everything() {
@@ -214,8 +211,7 @@ class Worker {
         }
     }
 
-    // --- recording
-    // ------------------------------------------------------------------------------------------------
+    // --- recording ---
 
     std::vector<std::pair<Uuid, Settled>> record() {
         std::vector<std::pair<Uuid, Settled>> settled;
@@ -254,12 +250,12 @@ class Worker {
 
     void park_all() {
         for (const Dispatcher::Parking& parking : dispatcher_.take_parking()) {
-            parking_.push_back(parking.id);
+            parking_.push_back(parking.row.block);
         }
-        for (const Uuid& id : parking_) {
-            Row& row = database_.row(id);
+        for (const std::int64_t seq : parking_) {
+            Row& row = database_.rows.at(seq);
             park(row);
-            if (row.locked && row.pending() && kUnparkedHolds) {
+            if (row.locked && row.pending()) { // not parked: its aggregate waits with it
                 dispatcher_.hold(row.type, row.aggregate);
             }
         }
@@ -274,8 +270,7 @@ class Worker {
         }
     }
 
-    // --- reading
-    // --------------------------------------------------------------------------------------------------
+    // --- reading ---
 
     bool wants_claim() {
         if (discover_ || walking_ || dispatcher_.wants_followers()) {
@@ -352,7 +347,7 @@ class Worker {
             return;
         case Admission::park:
             dispatcher_.parked(row.type, row.aggregate);
-            parking_.push_back(row.id);
+            parking_.push_back(row.seq);
             break;
         case Admission::known:
         case Admission::foreign:
@@ -364,7 +359,7 @@ class Worker {
     }
 
     void admit(const Row& row, Source source) {
-        database_.tell(source == Source::ready  ? "claim ready"
+        database_.tell(source == Source::ready ? "claim ready"
                        : source == Source::due ? "claim due"
                                                : "claim parked",
                        row);
@@ -374,6 +369,7 @@ class Worker {
         event.aggregate_type = row.type;
         event.aggregate_id = row.aggregate;
         event.attempts = row.attempts;
+        event.row.block = static_cast<std::uint32_t>(row.seq); // where it is
         event.payload.assign(row.bytes, 'x');
         claimed_[row.id] = {row.id, row.attempts, row.edits, row.state};
         dispatcher_.admit(std::move(event), source);
@@ -400,10 +396,9 @@ class Worker {
                     !row.waiting()) {
                     continue;
                 }
+                // Ready rows below it may not have been read yet, after a restart say.
                 const auto unread = scan_.wanted(row.type);
-                if (kFollowersAfterScan && unread && seq > unread->after) {
-                    read.unread = true;
-                }
+                read.unread = unread && seq > unread->after;
                 if (row.state != State::parked || ++rows > kLimit || read.unread) {
                     read.stopped = true;
                 }
@@ -427,8 +422,7 @@ class Worker {
         std::vector<Read> reads;
         for (const std::string& lane : scan_.lanes_due(database_.now)) {
             if (const std::size_t room = dispatcher_.row_room(lane); room > 0) {
-                reads.push_back(
-                    {lane, {}, room * database_.workers + dispatcher_.held_events()});
+                reads.push_back({lane, {}, room * database_.workers + dispatcher_.held_events()});
             }
         }
         std::vector<const Row*> admitted;
@@ -506,7 +500,7 @@ class Worker {
     std::map<Uuid, Sent> claimed_;
     std::map<Uuid, Sent> requests_;
     std::vector<Answered> results_;
-    std::vector<Uuid> parking_;
+    std::vector<std::int64_t> parking_;
 };
 
 // One random schedule.
@@ -515,7 +509,8 @@ class Schedule {
     explicit Schedule(std::uint32_t seed, std::ostream* history = nullptr) : random_(seed) {
         database_.history = history;
         limits_.max_in_flight = static_cast<std::size_t>(pick(random_, 1, 6));
-        limits_.max_rows = static_cast<std::size_t>(chance(random_, 50) ? 100 : pick(random_, 1, 30));
+        limits_.max_rows =
+            static_cast<std::size_t>(chance(random_, 50) ? 100 : pick(random_, 1, 30));
         limits_.max_bytes = 100;
         limits_.ordering = chance(random_, 10) ? Ordering::none : Ordering::aggregate;
         lanes_ = pick(random_, 1, 3);
@@ -547,8 +542,7 @@ class Schedule {
         }
     }
 
-    // --- what happens
-    // ---------------------------------------------------------------------------------------------
+    // --- what happens ---
 
     void act(int dice) {
         if (dice <= 25) {
@@ -605,7 +599,8 @@ class Schedule {
 
     void commit() {
         if (!open_.empty()) {
-            commit_at(static_cast<std::size_t>(pick(random_, 0, static_cast<int>(open_.size()) - 1)));
+            commit_at(
+                static_cast<std::size_t>(pick(random_, 0, static_cast<int>(open_.size()) - 1)));
         }
     }
 
@@ -677,8 +672,7 @@ class Schedule {
     void crash(unsigned ordinal) {
         if (workers_[ordinal] != nullptr) {
             database_.tell("crash of the worker", {});
-            workers_[ordinal] =
-                std::make_unique<Worker>(database_, random_, ordinal, limits_);
+            workers_[ordinal] = std::make_unique<Worker>(database_, random_, ordinal, limits_);
         }
     }
 
@@ -742,8 +736,7 @@ class Schedule {
                                     [](const auto& entry) { return entry.second.pending(); });
     }
 
-    // --- what must hold
-    // -------------------------------------------------------------------------------------------
+    // --- what must hold ---
 
     void check_start(unsigned ordinal, const Event& event) {
         const Row& row = database_.row(event.id);
@@ -767,8 +760,7 @@ class Schedule {
         }
         const auto blocks = [](const Row& other) { return other.pending() && !other.late; };
         if (row.pending() && database_.first_below(row, row.seq, blocks) != nullptr) {
-            fault("sent before " +
-                      std::to_string(database_.first_below(row, row.seq, blocks)->seq),
+            fault("sent before " + std::to_string(database_.first_below(row, row.seq, blocks)->seq),
                   row);
         }
     }

@@ -255,5 +255,17 @@ TEST(HeaderEncoding, AppendsToWhatIsThere) {
     EXPECT_EQ(out, "order/a%20b%2F");
 }
 
+TEST(Endpoint, SecretsAreKnownSoThatNoAnswerBringsThemBack) {
+    std::string error;
+    const auto secrets = [&error](std::string_view url) {
+        return Endpoint::parse(url, error).value().secrets();
+    };
+    using List = std::vector<std::string>;
+    EXPECT_EQ(secrets("http://h/p"), List{});
+    EXPECT_EQ(secrets("https://user:passw0rd@h/p?key=k3y-value&x=1"),
+              (List{"passw0rd", "k3y-value"}));
+    EXPECT_EQ(secrets("https://token@h?{event_type}"), (List{"token", "{event_type}"}));
+}
+
 } // namespace
 } // namespace outbox::core

@@ -195,5 +195,14 @@ TEST(Printable, AnyBytesGiveStableText) {
     }
 }
 
+TEST(Redact, ARepeatedSecretIsHiddenEverywhere) {
+    std::string text = "key s3cret, again s3cret and tok";
+    redact(text, {"s3cret", "", "token"});
+    EXPECT_EQ(text, "key ***, again *** and tok");
+    std::string stars = "***";
+    redact(stars, {"*"});
+    EXPECT_EQ(stars, "*********");
+}
+
 } // namespace
 } // namespace outbox::core
