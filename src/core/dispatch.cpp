@@ -60,18 +60,20 @@ std::size_t Dispatcher::row_room(std::string_view name) const noexcept {
 }
 
 bool Dispatcher::byte_room(std::string_view name, std::size_t bytes) {
-    if (draining_ && name == large_lane_ && bytes < large_bytes_) {
+    if (large_waits_ && name == large_lane_ && bytes < large_bytes_) {
         return false;
     }
     const std::size_t free = limits_.max_bytes - std::min(bytes_, limits_.max_bytes);
     const Lane* lane = find_lane(name);
     const std::size_t mine = lane == nullptr ? 0 : lane->bytes;
     if (mine + bytes <= free || items_.empty()) {
-        draining_ = draining_ && name != large_lane_;
+        large_waits_ = large_waits_ && name != large_lane_;
+        draining_ = draining_ && large_waits_;
         return true;
     }
     if (mine == 0 || bytes > limits_.max_bytes / 2) {
-        draining_ = true;
+        large_waits_ = true;
+        draining_ = mine == 0;
         large_lane_ = name;
         large_bytes_ = bytes;
         large_refused_ = true;
@@ -80,7 +82,8 @@ bool Dispatcher::byte_room(std::string_view name, std::size_t bytes) {
 }
 
 void Dispatcher::claim_ended() noexcept {
-    draining_ = draining_ && large_refused_;
+    large_waits_ = large_waits_ && large_refused_;
+    draining_ = draining_ && large_waits_;
     large_refused_ = false;
 }
 

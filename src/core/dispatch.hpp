@@ -212,8 +212,9 @@ class Dispatcher {
     std::size_t in_flight_ = 0;
     std::size_t bytes_ = 0;
     std::size_t holds_ = 0;
-    std::string large_lane_; // the lane whose event is waited for
+    std::string large_lane_; // whose event is waited for
     std::size_t large_bytes_ = 0;
+    bool large_waits_ = false;
     bool draining_ = false;      // nothing else is admitted meanwhile
     bool large_refused_ = false; // it was met in the current claim, and did not fit
 };

@@ -102,10 +102,10 @@ void Scan::read_to(std::string_view name, SeqRange range, std::int64_t seq) {
     if (lane == nullptr) {
         return;
     }
-    if (range.upto == kAfterAll) {
-        lane->cursor = std::max(lane->cursor, seq);
-    } else if (const auto it = std::ranges::find(lane->late, range); it != lane->late.end()) {
+    if (const auto it = std::ranges::find(lane->late, range); it != lane->late.end()) {
         it->after = std::max(it->after, seq);
+    } else if (range.upto == kAfterAll) {
+        lane->cursor = std::max(lane->cursor, seq);
     }
 }
 
@@ -114,11 +114,11 @@ void Scan::read_whole(std::string_view name, SeqRange range, std::optional<std::
     if (lane == nullptr) {
         return;
     }
-    if (range.upto == kAfterAll) {
+    if (const auto it = std::ranges::find(lane->late, range); it != lane->late.end()) {
+        lane->late.erase(it);
+    } else if (range.upto == kAfterAll) {
         lane->cursor = std::max(lane->cursor, last.value_or(lane->cursor));
         lane->more = false;
-    } else if (const auto it = std::ranges::find(lane->late, range); it != lane->late.end()) {
-        lane->late.erase(it);
     }
 }
 

@@ -136,7 +136,7 @@ void Delivery::conclude(const Event& event, const Verdict& verdict, int status, 
     case Outcome::event_failure:
         failed(result, core::back_off(config_.retry, std::max(event.attempts, 0) + 1, jitter()));
         result.delay = verdict.retry_after.value_or(result.delay);
-        ++failures_in_a_row_;
+        failures_in_a_row_ += result.unreadable ? 0 : 1;
         break;
     case Outcome::unbuildable:
         result.kind = ResultKind::dead;

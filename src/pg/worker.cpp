@@ -386,13 +386,14 @@ struct Turn {
     std::size_t results;
     Recorded* outcomes;
     bool claim;
+    bool keep; // marks delivered rows also where they should be deleted: something refers to them
     ClaimCounts counts;
 };
 
 void record_work(void* context) {
     auto* turn = static_cast<Turn*>(context);
-    record_results(self.bridge, turn->first, turn->results, settings.retention_s == 0,
-                   turn->outcomes);
+    const bool delete_delivered = settings.retention_s == 0 && !turn->keep;
+    record_results(self.bridge, turn->first, turn->results, delete_delivered, turn->outcomes);
 }
 
 void claim_work(void* context) {
@@ -506,7 +507,11 @@ void record_one_by_one(std::size_t results, Recorded* outcomes) {
             self.bridge->defer(i, steady_now());
             continue;
         }
-        const Attempt result = attempt(record_work, &single);
+        Attempt result = attempt(record_work, &single);
+        if (result == Attempt::failed && settings.retention_s == 0) {
+            single.keep = true;
+            result = attempt(record_work, &single);
+        }
         if (result == Attempt::done) {
             apply_outcomes(single);
             continue;

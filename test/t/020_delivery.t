@@ -193,10 +193,12 @@ subtest 'a statement is refused rather than sent wrong' => sub {
     my @values = (
         q[(repeat('x', 101), 'a', 'e', '{}')], q[('a', repeat('x', 101), 'e', '{}')],
         q[('a', 'b', repeat('x', 101), '{}')], q[(NULL, 'a', 'e', '{}')], q[('a', 'b', 'e', NULL)], q[('a', 'b', 'e', '{no json')]);
+    my $rows = sql('SELECT count(*) FROM outbox_events');
+    my $rows = sql('SELECT count(*) FROM outbox_events');
     my (undef, undef, $err) = try_sql(join '', map { "$row$_; SELECT outbox_publish$_;\n" } @values);
     my @errors = $err =~ /ERROR: +(.*)/g;
     is(scalar @errors, 2 * @values, 'too long, null and no JSON') or diag $err;
-    is(sql(q(SELECT count(*) FROM outbox_events WHERE aggregate_type LIKE 'xx%' OR aggregate_type = 'a')), 0, 'nothing was written');
+    is(sql('SELECT count(*) FROM outbox_events'), $rows, 'nothing was written');
 };
 
 # ---------------------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ class Worker {
         std::int64_t last = 0;
         bool stopped = false;
         bool admitted = false;
-        bool unread = false; // met a row beyond what the scan has read
+        bool no_room = false; // stopped at a row that has to be read again
     };
 
     void look_at_everything() {
@@ -336,6 +336,7 @@ class Worker {
         case Admission::queued:
             if (!dispatcher_.byte_room(row.type, row.bytes)) {
                 read.stopped = true;
+                read.no_room = true;
                 return;
             }
             admit(row, source);
@@ -344,6 +345,7 @@ class Worker {
             break;
         case Admission::full:
             read.stopped = true;
+            read.no_room = true;
             return;
         case Admission::park:
             dispatcher_.parked(row.type, row.aggregate);
@@ -398,8 +400,8 @@ class Worker {
                 }
                 // Ready rows below it may not have been read yet, after a restart say.
                 const auto unread = scan_.wanted(row.type);
-                read.unread = unread && seq > unread->after;
-                if (row.state != State::parked || ++rows > kLimit || read.unread) {
+                read.no_room = unread && seq > unread->after;
+                if (row.state != State::parked || ++rows > kLimit || read.no_room) {
                     read.stopped = true;
                 }
                 if (read.stopped) {
@@ -409,7 +411,7 @@ class Worker {
             }
             if (!read.stopped && read.rows < kLimit) {
                 dispatcher_.followers_read_all(name);
-            } else if (read.unread && !read.admitted) {
+            } else if (read.no_room && !read.admitted) {
                 dispatcher_.followers_not_read(name);
             } else {
                 dispatcher_.followers_read_some(name);
