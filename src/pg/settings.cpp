@@ -120,6 +120,8 @@ bool check_http_headers(char** value, void** /*extra*/, GucSource /*source*/) {
     } else {
         return true;
     }
+    GUC_check_errmsg("invalid value for parameter \"%s\"",
+                     "outbox.http_headers"); // it may hold secrets
     GUC_check_errhint(
         "Use a JSON object of strings such as {\"Authorization\": \"Bearer ...\"}. Names "
         "are HTTP tokens, values hold no control characters; names that the relay or HTTP sets "

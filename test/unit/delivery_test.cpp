@@ -83,8 +83,8 @@ class DeliveryTest : public testing::Test {
     }
 
     void admit(core::Event event, Source source = Source::ready) {
-        ASSERT_EQ(delivery->dispatcher().examine(event.id, event.aggregate_type,
-                                                 event.aggregate_id, source, std::nullopt),
+        ASSERT_EQ(delivery->dispatcher().examine(event.id, event.aggregate_type, event.aggregate_id,
+                                                 source, std::nullopt),
                   core::Admission::queued);
         delivery->dispatcher().admit(std::move(event), source);
     }
@@ -244,7 +244,8 @@ TEST_F(DeliveryTest, OutageUsesUpNoAttempts) {
 
 TEST_F(DeliveryTest, OutageBacksOffByLaneAndEndsWithASuccess) {
     std::atomic<bool> healthy = false;
-    ScriptedServer server([&healthy](const Received&) { return Reply{answer(healthy ? 200 : 503)}; });
+    ScriptedServer server(
+        [&healthy](const Received&) { return Reply{answer(healthy ? 200 : 503)}; });
     send_to(server.url());
     Micros now = kNow;
     std::int64_t seq = 0;
@@ -420,8 +421,9 @@ TEST_F(DeliveryTest, WithoutATargetNothingStarts) {
 }
 
 TEST_F(DeliveryTest, TargetTakenAwayLeavesWhatIsUnderWay) {
-    ScriptedServer server(
-        [](const Received&) { return Reply{answer(200), Then::keep, milliseconds{100}}; });
+    ScriptedServer server([](const Received&) {
+        return Reply{answer(200), Then::keep, milliseconds{100}};
+    });
     send_to(server.url());
     admit(event_of(1));
     delivery->start(kNow);
@@ -434,8 +436,9 @@ TEST_F(DeliveryTest, TargetTakenAwayLeavesWhatIsUnderWay) {
 }
 
 TEST_F(DeliveryTest, NewEndpointAndFormatAreForLaterRequests) {
-    ScriptedServer before(
-        [](const Received&) { return Reply{answer(200), Then::keep, milliseconds{200}}; });
+    ScriptedServer before([](const Received&) {
+        return Reply{answer(200), Then::keep, milliseconds{200}};
+    });
     ScriptedServer after([](const Received&) { return Reply{answer(200)}; });
     send_to(before.url());
     admit(event_of(1));
@@ -452,8 +455,9 @@ TEST_F(DeliveryTest, NewEndpointAndFormatAreForLaterRequests) {
 }
 
 TEST_F(DeliveryTest, NewTimeoutIsForLaterRequests) {
-    ScriptedServer server(
-        [](const Received&) { return Reply{answer(200), Then::keep, milliseconds{400}}; });
+    ScriptedServer server([](const Received&) {
+        return Reply{answer(200), Then::keep, milliseconds{400}};
+    });
     send_to(server.url());
     admit(event_of(1));
     delivery->start(kNow);
@@ -470,8 +474,9 @@ TEST_F(DeliveryTest, NewTimeoutIsForLaterRequests) {
 }
 
 TEST_F(DeliveryTest, LimitsOfRequestsAreKept) {
-    ScriptedServer server(
-        [](const Received&) { return Reply{answer(200), Then::keep, milliseconds{20}}; });
+    ScriptedServer server([](const Received&) {
+        return Reply{answer(200), Then::keep, milliseconds{20}};
+    });
     config.dispatch.max_in_flight = 8;
     send_to(server.url());
     for (std::int64_t seq = 1; seq <= 40; ++seq)
@@ -663,8 +668,9 @@ TEST_F(Recording, PayloadIsNotHeldTwice) {
 }
 
 TEST_F(Recording, EndWithRequestsUnderWayIsNoAccident) {
-    ScriptedServer silent(
-        [](const Received&) { return Reply{"", Then::keep, milliseconds{10'000}}; });
+    ScriptedServer silent([](const Received&) {
+        return Reply{"", Then::keep, milliseconds{10'000}};
+    });
     send_to(silent.url());
     for (std::int64_t seq = 1; seq <= 10; ++seq)
         admit(event_of(seq, std::to_string(seq)));

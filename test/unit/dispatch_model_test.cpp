@@ -398,16 +398,17 @@ class Worker {
                     !row.waiting()) {
                     continue;
                 }
+                if (read.stopped) {
+                    break;
+                }
                 // Ready rows below it may not have been read yet, after a restart say.
                 const auto unread = scan_.wanted(row.type);
                 read.no_room = unread && seq > unread->after;
                 if (row.state != State::parked || ++rows > kLimit || read.no_room) {
                     read.stopped = true;
+                } else {
+                    take_row(read, row, Source::parked, admitted);
                 }
-                if (read.stopped) {
-                    break;
-                }
-                take_row(read, row, Source::parked, admitted);
             }
             if (!read.stopped && read.rows < kLimit) {
                 dispatcher_.followers_read_all(name);

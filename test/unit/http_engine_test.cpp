@@ -88,8 +88,7 @@ class HttpEngineTest : public testing::Test {
     }
 
     void wait(Clock::time_point deadline) {
-        const auto left =
-            std::chrono::ceil<milliseconds>(deadline - Clock::now()).count();
+        const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now()).count();
         const long named = engine->timeout_ms();
         pollfd fd{engine->wait_fd(), POLLIN, 0};
         poll(&fd, 1, static_cast<int>(named < 0 ? left : std::min<long>(named, left)));
@@ -355,7 +354,8 @@ TEST_F(HttpEngineTest, UnknownHostIsNotSent) {
 }
 
 TEST_F(HttpEngineTest, UrlThatLibcurlRefusesIsNotSent) {
-    for (const char* url : {"", "http://", "ftp://127.0.0.1/", "file:///etc/passwd", "nonsense://x"})
+    for (const char* url :
+         {"", "http://", "ftp://127.0.0.1/", "file:///etc/passwd", "nonsense://x"})
         EXPECT_EQ(ask(url).transport, Transport::not_sent) << url;
 }
 
@@ -406,7 +406,9 @@ TEST_F(HttpEngineTest, EarlierSuccessDoesNotMakeAFailureLookSent) {
 TEST_F(HttpEngineTest, SilentServerIsInterrupted) {
     options.request_timeout = 200 * kMillisecond;
     engine->set_options(options);
-    ScriptedServer server([](const Received&) { return Reply{"", Then::keep, milliseconds{5000}}; });
+    ScriptedServer server([](const Received&) {
+        return Reply{"", Then::keep, milliseconds{5000}};
+    });
     const auto start = Clock::now();
     const Answer got = ask(server.url());
     EXPECT_EQ(got.transport, Transport::interrupted);
@@ -418,8 +420,7 @@ TEST_F(HttpEngineTest, SilentServerIsInterrupted) {
 
 TEST_F(HttpEngineTest, SilentServerOnAKeptConnectionIsInterrupted) {
     ScriptedServer server([](const Received& request) {
-        return request.body == "1" ? Reply{answer(200)}
-                                   : Reply{"", Then::keep, milliseconds{5000}};
+        return request.body == "1" ? Reply{answer(200)} : Reply{"", Then::keep, milliseconds{5000}};
     });
     EXPECT_EQ(ask(server.url(), "1").status, 200);
     options.request_timeout = 200 * kMillisecond;
@@ -465,8 +466,9 @@ TEST_F(HttpEngineTest, AnswerCutInItsHeadersIsNoSuccess) {
 
 TEST_F(HttpEngineTest, ResetIsInterrupted) {
     EXPECT_EQ(answer_to({"", Then::reset}).transport, Transport::interrupted);
-    EXPECT_EQ(answer_to({"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc", Then::reset}).transport,
-              Transport::interrupted);
+    EXPECT_EQ(
+        answer_to({"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc", Then::reset}).transport,
+        Transport::interrupted);
 }
 
 // The request went out: such a receiver must not be asked again for ever.
@@ -645,8 +647,9 @@ TEST_F(HttpEngineTest, NothingToDoMeansNothingToWaitFor) {
 }
 
 TEST_F(HttpEngineTest, SlowAnswerIsNotWaitedForBusily) {
-    ScriptedServer server(
-        [](const Received&) { return Reply{answer(200), Then::keep, milliseconds{500}}; });
+    ScriptedServer server([](const Received&) {
+        return Reply{answer(200), Then::keep, milliseconds{500}};
+    });
     EXPECT_EQ(ask(server.url()).status, 200);
     EXPECT_LT(steps, 25);
     steps = 0;
@@ -719,8 +722,9 @@ TEST_F(HttpEngineTest, SignalMaskIsLeftAsItWas) {
 // --- options ---
 
 TEST_F(HttpEngineTest, NewTimeoutsAreForLaterRequests) {
-    ScriptedServer server(
-        [](const Received&) { return Reply{answer(200), Then::keep, milliseconds{400}}; });
+    ScriptedServer server([](const Received&) {
+        return Reply{answer(200), Then::keep, milliseconds{400}};
+    });
     submit(1, server.url());
     options.request_timeout = 100 * kMillisecond;
     engine->set_options(options);

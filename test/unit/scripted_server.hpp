@@ -128,8 +128,8 @@ class ScriptedServer {
             for (const auto& [fd, connection] : connections_) {
                 const bool due = connection.due && *connection.due <= Clock::now();
                 if (connection.due && !due) {
-                    const auto left = std::chrono::ceil<std::chrono::milliseconds>(
-                        *connection.due - Clock::now());
+                    const auto left = std::chrono::ceil<std::chrono::milliseconds>(*connection.due -
+                                                                                   Clock::now());
                     const int wait = static_cast<int>(std::max<std::int64_t>(left.count(), 0));
                     timeout = timeout < 0 ? wait : std::min(timeout, wait);
                 }
