@@ -7,8 +7,8 @@
 namespace outbox::core {
 
 struct RetryPolicy {
-    Micros base = kSecond;          // > 0
-    Micros cap = 15 * 60 * kSecond; // >= base, else base counts as cap
+    Micros base = kSecond;                  // > 0
+    Micros cap = Micros{15} * 60 * kSecond; // >= base, else base counts as cap
 };
 
 // The longest Retry-After that is honoured.

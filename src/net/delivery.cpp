@@ -8,11 +8,9 @@
 
 namespace outbox::net {
 
-using core::Answer;
 using core::Event;
 using core::Micros;
 using core::Outcome;
-using core::Uuid;
 using core::Verdict;
 
 std::unique_ptr<Delivery> Delivery::create(const DeliveryConfig& config, std::uint32_t seed,

@@ -23,11 +23,11 @@ using core::Micros;
 using core::Transport;
 
 // More of an answer is cut; the status decides.
-constexpr std::size_t kMaxBody = 64U * 1024U;
+constexpr std::size_t kMaxBody = std::size_t{64} * 1024;
 // What is kept of it, for last_error and the format's own success test.
-constexpr std::size_t kKeptBody = 16U * 1024U;
+constexpr std::size_t kKeptBody = std::size_t{16} * 1024;
 // More header bytes than this are no HTTP answer.
-constexpr std::size_t kMaxHeaders = 256U * 1024U;
+constexpr std::size_t kMaxHeaders = std::size_t{256} * 1024;
 constexpr long kIdleSeconds = 30;
 constexpr long kLifetimeSeconds = 300;
 constexpr long kDnsCacheSeconds = 60;

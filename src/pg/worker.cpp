@@ -855,9 +855,7 @@ long sleep_time() {
         const Micros left = at - Min(at, GetCurrentTimestamp());
         timeout = Min(timeout, static_cast<long>(left / kMillisecond + 1));
     }
-    if (wants_recording() || wants_claim()) {
-        timeout = Min(timeout, until(self.next_turn));
-    } else if (self.next_turn > steady_now()) {
+    if (wants_recording() || wants_claim() || self.next_turn > steady_now()) {
         timeout = Min(timeout, until(self.next_turn));
     }
     if (self.next_claim > steady_now()) {

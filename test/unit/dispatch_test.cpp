@@ -80,6 +80,7 @@ class Dispatch : public testing::Test {
             EXPECT_EQ(parking.aggregate_id, "a");
             seqs.push_back(parking.row.block);
         }
+        std::ranges::sort(seqs);
         return seqs;
     }
 
@@ -294,6 +295,20 @@ TEST_F(Dispatch, FailedHeadComesBackAndItsFollowersAfterIt) {
     settle(4, kClosed);
     EXPECT_TRUE(followers().empty());
     expect_empty();
+}
+
+// It waits behind nobody; parked, it would wait until somebody looks for aggregates without a head.
+TEST_F(Dispatch, LateLowerSeqIsNotParkedBehindALaterFailure) {
+    claim({.seq = 8});
+    claim({.seq = 12});
+    EXPECT_EQ(start(), Seqs{8});
+    claim({.seq = 1});
+    settle(8, kWaiting);
+    EXPECT_EQ(parking(), Seqs{12});
+    EXPECT_EQ(start(), Seqs{1});
+    settle(1, kClosed);
+    EXPECT_EQ(claim({.seq = 8}, Source::due), Admission::queued);
+    EXPECT_EQ(start(), Seqs{8});
 }
 
 TEST_F(Dispatch, DeadHeadLetsItsFollowersGo) {
@@ -529,6 +544,18 @@ TEST_F(Dispatch, BucketThatComesBackWhileItIsBusyKeepsOrder) {
     settle(1, kClosed);
     EXPECT_EQ(start(), Seqs{});
     EXPECT_EQ(followers(), std::vector<std::string>{"order/a"});
+}
+
+// Dropped before it started, it is still the head of its aggregate.
+TEST_F(Dispatch, HeadThatIsReadAgainIsNotParked) {
+    claim({.seq = 1}, Source::due);
+    dispatcher.set_buckets(0);
+    dispatcher.set_buckets(kAllBuckets);
+    EXPECT_EQ(claim({.seq = 1}, Source::due), Admission::queued);
+    dispatcher.hold("order", "a");
+    dispatcher.release_holds();
+    EXPECT_EQ(claim({.seq = 1}, Source::due), Admission::queued);
+    EXPECT_EQ(start(), Seqs{1});
 }
 
 TEST_F(Dispatch, BucketThatComesBackForgetsNoFollowers) {
