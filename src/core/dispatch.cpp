@@ -109,7 +109,10 @@ Admission Dispatcher::examine(const Uuid& id, std::string_view type, std::string
                 return Admission::full;
             }
         } else {
-            if (here >= kMaxFollowers || (aggregate != nullptr && aggregate->waiting)) {
+            // One that stays listed without events knows nothing any more.
+            const bool waits =
+                aggregate != nullptr && aggregate->waiting && (here > 0 || aggregate->wanted);
+            if (here >= kMaxFollowers || waits) {
                 return Admission::park;
             }
             if (earlier && (aggregate == nullptr || !holds_seq(*aggregate, *earlier))) {
@@ -285,7 +288,7 @@ void Dispatcher::settled(const Uuid& id, Settled how) {
     forget(id);
     const bool ordered = limits_.ordering == Ordering::aggregate;
     if (how == Settled::waiting && ordered) {
-        park_queue(aggregate);
+        park_queue(aggregate, seq);
     } else if (how == Settled::changed) {
         rereads_.push_back({aggregate.lane->name, {before(seq), ordered ? kAfterAll : seq}});
         if (ordered) {
@@ -301,21 +304,26 @@ void Dispatcher::settled(const Uuid& id, Settled how) {
     }
 }
 
+void Dispatcher::drop_last(Aggregate& aggregate) {
+    const Uuid id = aggregate.queue.back()->event.id;
+    aggregate.waiting = aggregate.waiting || aggregate.queue.back()->waited;
+    aggregate.queue.pop_back();
+    --queued_;
+    forget(id);
+}
+
 void Dispatcher::drop_queue(Aggregate& aggregate) {
     while (!aggregate.queue.empty()) {
-        const Uuid id = aggregate.queue.back()->event.id;
-        aggregate.waiting = aggregate.waiting || aggregate.queue.back()->waited;
-        aggregate.queue.pop_back();
-        --queued_;
-        forget(id);
+        drop_last(aggregate);
     }
 }
 
-void Dispatcher::park_queue(Aggregate& aggregate) {
-    for (const Item* item : aggregate.queue) {
-        parking_.push_back({item->event.row, item->event.aggregate_type, item->event.aggregate_id});
+void Dispatcher::park_queue(Aggregate& aggregate, std::int64_t head) {
+    while (!aggregate.queue.empty() && aggregate.queue.back()->event.seq > head) {
+        const Event& event = aggregate.queue.back()->event;
+        parking_.push_back({event.row, event.aggregate_type, event.aggregate_id});
+        drop_last(aggregate);
     }
-    drop_queue(aggregate);
 }
 
 // Takes an item, no longer in its aggregate's queue, out of all counts.

@@ -192,7 +192,8 @@ class Dispatcher {
     void want_followers(Aggregate& aggregate);
     [[nodiscard]] static bool holds_seq(const Aggregate& aggregate, std::int64_t seq) noexcept;
     void drop_queue(Aggregate& aggregate);
-    void park_queue(Aggregate& aggregate);
+    void drop_last(Aggregate& aggregate);
+    void park_queue(Aggregate& aggregate, std::int64_t head);
     void forget(const Uuid& id);
     void forget_if_empty(Lane& lane);
     void forget_if_empty(Aggregate& aggregate);

@@ -92,6 +92,16 @@ void Delivery::step(Micros now) {
     }
 }
 
+namespace {
+
+// Counted failures with this one; attempts is a user's column: -1 and the largest int are possible.
+std::int32_t failures_of(const Event& event) {
+    constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+    return std::min(std::max(event.attempts, 0), kMost - 1) + 1;
+}
+
+} // namespace
+
 Result Delivery::result_of(const Event& event) const {
     Result result;
     result.id = event.id;
@@ -108,11 +118,9 @@ Result Delivery::result_of(const Event& event) const {
     return result;
 }
 
-void Delivery::failed(Result& result, Micros delay) const {
-    // attempts is a user's column: -1 and the largest int are possible.
-    result.attempts = std::max(result.attempts_before, 0);
-    result.attempts += result.attempts < std::numeric_limits<std::int32_t>::max() ? 1 : 0;
-    result.kind = result.attempts >= config_.max_attempts ? ResultKind::dead : ResultKind::retry;
+void Delivery::failed(Result& result, std::int32_t failures, Micros delay) const {
+    result.attempts = failures;
+    result.kind = failures >= config_.max_attempts ? ResultKind::dead : ResultKind::retry;
     result.delay = delay;
 }
 
@@ -132,7 +140,8 @@ void Delivery::conclude(const Event& event, const Verdict& verdict, int status, 
         ++failures_in_a_row_;
         break;
     case Outcome::event_failure:
-        failed(result, core::back_off(config_.retry, std::max(event.attempts, 0) + 1, jitter()));
+        failed(result, failures_of(event),
+               core::back_off(config_.retry, failures_of(event), jitter()));
         result.delay = verdict.retry_after.value_or(result.delay);
         failures_in_a_row_ += result.unreadable ? 0 : 1;
         break;

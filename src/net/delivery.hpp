@@ -96,7 +96,7 @@ class Delivery {
     void conclude(const core::Event& event, const core::Verdict& verdict, int status,
                   core::Micros now);
     [[nodiscard]] Result result_of(const core::Event& event) const;
-    void failed(Result& result, core::Micros delay) const;
+    void failed(Result& result, std::int32_t failures, core::Micros delay) const;
 
     DeliveryConfig config_;
     std::minstd_rand random_;

@@ -77,7 +77,6 @@ class Bridge {
     // --- what to read ---
     [[nodiscard]] bool announced(std::uint32_t tag, std::int64_t lo, std::int64_t hi) noexcept;
     [[nodiscard]] bool rescan() noexcept;
-    void forget_lanes() noexcept { delivery_->scan().clear(); }
     [[nodiscard]] bool discovered(FlatText lane) noexcept;
     [[nodiscard]] bool waits_until(FlatText lane, core::Micros at) noexcept;
     // Fills reads() with the lanes that want reading and have room; `factor` scales the limits. How

@@ -756,7 +756,6 @@ void claim_ready(Bridge* bridge, std::size_t factor, ClaimCounts* counts) {
             bridge->ready_read_to(i, lane.last_seq);
         }
     }
-    bridge->claim_ended();
 }
 
 namespace {

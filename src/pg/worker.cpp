@@ -411,6 +411,7 @@ void claim_work(void* context) {
     claim_followers(self.bridge, &turn->counts);
     claim_due(self.bridge, factor, &turn->counts);
     claim_ready(self.bridge, factor, &turn->counts);
+    self.bridge->claim_ended();
 }
 
 void whole_turn(void* context) {
@@ -852,8 +853,9 @@ long sleep_time() {
         timeout = Min(timeout, until(at));
     }
     if (self.stop_deadline == 0 && self.bridge->has_target() && self.bridge->next_due(&at)) {
+        // What is due already waits for room, and is seen to when there is some.
         const Micros left = at - Min(at, GetCurrentTimestamp());
-        timeout = Min(timeout, static_cast<long>(left / kMillisecond + 1));
+        timeout = left > 0 ? Min(timeout, static_cast<long>(left / kMillisecond + 1)) : timeout;
     }
     if (wants_recording() || wants_claim() || self.next_turn > steady_now()) {
         timeout = Min(timeout, until(self.next_turn));
